@@ -111,6 +111,7 @@ class Engine:
         self.observers = tuple(observers)
         self._closing = list(closing)
         self.controls = RankControls({"flush": self._flush, **(controls or {})}, collectives, ranks)
+        self._check: Callable[[], None] | None = getattr(collectives, "check", None)
         self._router = parallel.router()
         self.sends_outputs = leads if self._router is None else self._router.leads
         self._load = 0  # sequences of all groups at the last agreement; 0 without groups
@@ -328,6 +329,8 @@ class Engine:
     def _commit(self, inflight: InFlight) -> list[Outbound]:
         """Wait for a step, commit it, and return its outputs; an idle step has none."""
         result = inflight.wait()
+        if self._check is not None:
+            self._check()
         self._busy_timer.done()
         if inflight.batch.mode is Mode.IDLE:
             return []

@@ -13,10 +13,12 @@ from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Moe
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.layers.rope import Rope
-from glowplug.core.protocols import Parts
+from glowplug.core.protocols import PartialSum, Parts
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Batch, Ends
 from glowplug.core.step.to_device import rows_at
+
+Terms = Tensor | Parts | PartialSum  #: hidden states [T, hidden], or terms that the next norm sums
 
 
 class DecoderLayer(Module):
@@ -33,7 +35,7 @@ class DecoderLayer(Module):
     ) -> None:
         self.attention = attention
         self.feed_forward = feed_forward
-        local = context.worker.ranks == 1 or feed_forward.exchanges
+        local = not context.parallel.moves_tokens or feed_forward.exchanges
         self.input_norm = RmsNorm(context, f"{name}.input_layernorm", hidden, eps, attention)
         self.post_norm = RmsNorm(
             context,
@@ -45,8 +47,8 @@ class DecoderLayer(Module):
         self._parallel = None if local else context.parallel
 
     def forward(
-        self, x: Tensor | Parts, residual: Tensor | None, at: object, batch: Batch
-    ) -> tuple[Tensor | Parts, Tensor]:
+        self, x: Terms, residual: Tensor | None, at: object, batch: Batch
+    ) -> tuple[Terms, Tensor]:
         """Run the layer.
 
         Args:
@@ -63,7 +65,7 @@ class DecoderLayer(Module):
         if self._parallel is None:
             return self.feed_forward.forward(normed, batch), residual
         y = self.feed_forward.forward(self._parallel.leave_attention(normed, batch), batch)
-        assert isinstance(y, Tensor), "the ranks' strategies take complete sums, not ``Parts``"
+        assert isinstance(y, Tensor), "the ranks' strategies take complete sums only"
         return self._parallel.enter_attention(y, batch), residual
 
     def fill(self, stream: Tensor, at: object, kv_slots: Tensor) -> None:
@@ -79,7 +81,7 @@ class DecoderLayer(Module):
 
     def ends(
         self, stream: Tensor, at: object, kv_slots: Tensor, ends: Ends, ends_at: object
-    ) -> tuple[Tensor | Parts, Tensor]:
+    ) -> tuple[Terms, Tensor]:
         """Run the layer for the tokens of ``ends`` only; keys and values of all tokens are cached.
 
         This needs latent attention.
@@ -145,10 +147,10 @@ class DecoderModel(Module):
 
     def _through(
         self, layers: Seq[DecoderLayer], input_ids: Tensor, positions: Tensor, batch: Batch
-    ) -> tuple[Tensor | Parts, Tensor | None]:
+    ) -> tuple[Terms, Tensor | None]:
         """Run the embedding and ``layers``; return x and residual as a layer does."""
         at = self.rope.at(positions)
-        x: Tensor | Parts = self.embed.forward(input_ids)
+        x: Terms = self.embed.forward(input_ids)
         residual = None
         for layer in layers:
             x, residual = layer.forward(x, residual, at, batch)

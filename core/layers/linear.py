@@ -19,6 +19,7 @@ from glowplug.core.protocols import (
     LinearMethod,
     LinearShape,
     Ops,
+    PartialSum,
     Parts,
     Quantized,
     Shard,
@@ -87,7 +88,7 @@ class Linear(Module):
         input_format: format in which activations may come.
         partial: mesh axes over which the caller has to sum.
         forward_parts: ``forward``, or the method's ``apply_parts``, whose result may be ``Parts``
-            for a norm that sums them.
+            or a ``PartialSum`` for a norm that sums them.
     """
 
     def __init__(
@@ -113,21 +114,24 @@ class Linear(Module):
         self.partial = (columns.axis,) if columns.reduce and not reduce else ()
         self._collectives = context.collectives if columns.reduce and reduce else None
         self._axis = columns.axis
-        self.forward_parts: Callable[[Any], Tensor | Parts] = self.forward
+        self.forward_parts: Callable[[Any], Tensor | Parts | PartialSum] = self.forward
         if len(self.methods) == 1:
             self._bind(self.methods[0], context)
 
     def _bind(self, method: LinearMethod, context: BuildContext) -> None:
         """Bind ``forward`` to the only method if its result needs no all-reduce.
 
-        ``forward_parts`` becomes its ``apply_parts``, if it has one, on a single rank whose norms
-        add up parts.
+        ``forward_parts`` becomes its ``apply_parts``, if it has one and norms add up parts; with an
+        all-reduce that the next norm computes, the result is wrapped in a ``PartialSum``.
         """
+        self._terms: Callable[[Any], Tensor | Parts] = method.apply
+        if context.ops.adds_parts:
+            self._terms = getattr(method, "apply_parts", method.apply)
         if self._collectives is None:
             self.forward = method.apply  # type: ignore[method-assign]
-            self.forward_parts = self.forward
-        if context.worker.ranks == 1 and context.ops.adds_parts:
-            self.forward_parts = getattr(method, "apply_parts", self.forward)
+            self.forward_parts = self._terms
+        elif context.sums_in_norm:
+            self.forward_parts = self._partial_sum
 
     def _rows(self, part: Part) -> Shard:
         """Return this rank's rows of ``part``."""
@@ -206,6 +210,10 @@ class Linear(Module):
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return y if self._collectives is None else self._collectives.all_reduce(y, self._axis)
 
+    def _partial_sum(self, x: Tensor | Quantized) -> PartialSum:
+        """Return this rank's term of [T, sum(outputs)], for a norm that sums over the ranks."""
+        return PartialSum(self._terms(x), self._axis)
+
     def dense(self) -> Tensor:
         """Return the weight [sum(outputs), inputs] in the compute dtype; after ``finalize``."""
         return (
@@ -225,6 +233,12 @@ def producer(ops: Ops, name: str, *consumers: Any) -> Callable[..., Any]:
     """Return the variant of op ``name`` for the consumers' shared format, or the plain op."""
     wanted = agreed_format(consumers)
     return ops.fused.get((name, wanted)) or getattr(ops, name)
+
+
+def produced_format(ops: Ops, name: str, *consumers: Any) -> str:
+    """Return the format of the results of :func:`producer`."""
+    wanted = agreed_format(consumers)
+    return wanted if (name, wanted) in ops.fused else FORMAT_PLAIN
 
 
 def caster(ops: Ops, *consumers: Any) -> Callable[[Tensor], Tensor | Quantized] | None:

@@ -16,6 +16,7 @@ from glowplug.core.protocols import (
     ExpertExchange,
     ExpertsMethod,
     ExpertsShape,
+    PartialSum,
     Parts,
     Quantized,
     RouteSettingReady,
@@ -219,23 +220,27 @@ class Moe(Module):
         self.gate = Gate(context, f"{name}.gate", sizes)
         fused_shared = self._fused_shared_count(context, name, sizes)
         self.gate.fused_shared = fused_shared
+        self._exchange = context.parallel.expert_exchange(name, sizes.experts)
+        self.exchanges = self._exchange is not None
+        stays = not (self.exchanges or context.parallel.moves_tokens)
+        # the results go straight to the next norm, which sums them over the ranks
+        self._in_norm = stays and context.sums_in_norm
         shared_name = f"{name}.shared_experts"
         separate = sizes.shared > 0 and not fused_shared
+        alone = context.worker.ranks == 1
         self.experts = Experts(
             context,
             f"{name}.experts",
             sizes,
             fused_shared,
             shared_name if fused_shared else "",
-            parts=context.ops.adds_parts and context.worker.ranks == 1 and not separate,
+            parts=context.ops.adds_parts and (alone or self._in_norm) and not separate,
         )
         self.shared: Mlp | None = None
         if separate:
             self.shared = Mlp(context, shared_name, sizes.hidden, sizes.shared, reduce=False)
         early = fused_shared > 0 and self.gate.sets_ready
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
-        self._exchange = context.parallel.expert_exchange(name, sizes.experts)
-        self.exchanges = self._exchange is not None
         self._set_input_format(context)
 
     def _set_input_format(self, context: BuildContext) -> None:
@@ -256,15 +261,29 @@ class Moe(Module):
         """Return the number of routed experts that the fused shared expert takes; 0: not fused."""
         scheme = context.scheme_for(f"{name}.experts.0.gate_proj")
         together = (
-            context.worker.ranks == 1
-            and context.ops.route is not None
+            context.ops.route is not None
+            and Moe._split_alike(context, name, sizes, scheme.block)
             and scheme.fused_shared
             and scheme is context.scheme_for(f"{name}.shared_experts.gate_proj")
         )
         return sizes.shared // sizes.width if together and sizes.shared % sizes.width == 0 else 0
 
-    def forward(self, x: Tensor | Both, batch: Batch | None = None) -> Tensor | Parts:
-        """Return [T, hidden] of x [T, hidden], or ``Parts`` that the next layer's norm sums."""
+    @staticmethod
+    def _split_alike(context: BuildContext, name: str, sizes: MoeSizes, block: int) -> bool:
+        """Return whether ranks split routed experts and the shared expert in the same way."""
+        parallel = context.parallel
+        held = parallel.shard("experts", f"{name}.experts", sizes.experts)
+        width = parallel.shard("expert_width", f"{name}.experts", sizes.width, block)
+        column = parallel.shard("column", f"{name}.shared_experts.gate_proj", sizes.shared, block)
+        return (
+            held.size == held.full
+            and (width.parts, width.parts > 1 and width.axis)
+            == (column.parts, column.parts > 1 and column.axis)
+            and width.size * width.parts == width.full
+        )
+
+    def forward(self, x: Tensor | Both, batch: Batch | None = None) -> Tensor | Parts | PartialSum:
+        """Return [T, hidden] of x [T, hidden], or terms that the next layer's norm sums."""
         if isinstance(x, Both):
             weights, ids = self.gate.forward(x.plain)
             return self._mixed(x.cast, ids, weights)
@@ -275,23 +294,24 @@ class Moe(Module):
         )
         if started is not None:
             weights, ids = self.gate.forward(x, started.ready)
-            return started.finish(ids, weights)
+            return self._summed(started.finish(ids, weights))
         weights, ids = self.gate.forward(x)
         if self._exchange is not None:
             return self._exchanged(self._exchange, x, ids, weights, batch)
         return self._mixed(x if self._cast is None else self._cast(x), ids, weights)
 
-    def _mixed(self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
+    def _mixed(
+        self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor
+    ) -> Tensor | Parts | PartialSum:
         """Run the routed and shared experts on ``cast`` and sum the results over ranks."""
         local = ids if self.experts.count == self.gate.sizes.experts else self._local(ids)
         y = self.experts.forward(cast, local, weights)
-        if isinstance(y, Parts):
-            return y
-        if self.shared is None:
-            return self._sum(y, self.experts.partial)
+        if isinstance(y, Parts) or self.shared is None:
+            return self._summed(y)
         shared = self.shared.forward(cast)
+        assert isinstance(shared, Tensor), "the shared expert's terms are added here"
         if self.shared.down.partial == self.experts.partial:
-            return self._sum(y.add_(shared), self.experts.partial)
+            return self._summed(y.add_(shared))
         return self._sum(y, self.experts.partial).add_(self._sum(shared, self.shared.down.partial))
 
     def _exchanged(
@@ -305,11 +325,22 @@ class Moe(Module):
         if self.shared is None:
             return exchange.combine(y)
         shared = self.shared.forward(x if self._cast is None else self._cast(x))
+        assert isinstance(shared, Tensor), "the shared expert's terms are added here"
         return (
             exchange.combine(y, shared)
             if self.shared.down.partial
             else exchange.combine(y).add_(shared)
         )
+
+    def _summed(self, y: Tensor | Parts) -> Tensor | Parts | PartialSum:
+        """Return y summed over the ranks, or as a term of the sum that the next norm computes."""
+        axes = self.experts.partial
+        if self._in_norm and len(axes) == 1:
+            return PartialSum(y, axes[0])
+        if isinstance(y, Parts):
+            assert not axes, "``Parts`` are summed over the ranks by a norm only"
+            return y
+        return self._sum(y, axes)
 
     def _sum(self, y: Tensor, axes: tuple[str, ...]) -> Tensor:
         """All-reduce y over each of ``axes``."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.layers.linear import producer
+from glowplug.core.layers.linear import produced_format, producer
 from glowplug.core.layers.module import Module, Target
-from glowplug.core.protocols import Parts, WeightTarget
+from glowplug.core.protocols import PartialSum, Parts, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
 
 
@@ -31,6 +31,14 @@ class RmsNorm(Module):
         self.weight = torch.ones(size, dtype=context.dtype, device=context.worker.device)
         self._norm = producer(context.ops, "rms_norm", *consumers)
         self._add_norm = producer(context.ops, "add_rms_norm", *consumers)
+        reduced_norm = getattr(context.collectives, "reduced_norm", None)
+        self._add_reduced = (
+            None
+            if reduced_norm is None
+            else reduced_norm(
+                produced_format(context.ops, "add_rms_norm", *consumers), self._add_norm
+            )
+        )
 
     def own_targets(self) -> Iterator[WeightTarget]:
         """Yield the target of the weight."""
@@ -40,9 +48,12 @@ class RmsNorm(Module):
         """Return x [T, size] normed, in the consumers' input format."""
         return self._norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor | Parts, residual: Tensor | None) -> tuple[Any, Tensor]:
+    def add(self, x: Tensor | Parts | PartialSum, residual: Tensor | None) -> tuple[Any, Tensor]:
         """Return (normed(residual + x), residual + x); without a residual x is the residual."""
         if residual is None:
             assert isinstance(x, Tensor), "``Parts`` need a residual to be added to"
             return self._norm(x, self.weight, self.eps), x
+        if isinstance(x, PartialSum):
+            assert self._add_reduced is not None, "layers pass sums to norms that compute them"
+            return self._add_reduced(x.terms, x.axis, residual, self.weight, self.eps)  # type: ignore[no-any-return]
         return self._add_norm(x, residual, self.weight, self.eps)  # type: ignore[no-any-return]

@@ -58,6 +58,7 @@ from glowplug.core.protocols.quantization import (
     ExpertsShape as ExpertsShape,
     LinearMethod as LinearMethod,
     LinearShape as LinearShape,
+    PartialSum as PartialSum,
     Parts as Parts,
     QuantizationScheme as QuantizationScheme,
     Quantized as Quantized,

@@ -58,6 +58,11 @@ class BuildContext:
     first_layer: int = 0
     spare: int = 0
 
+    @property
+    def sums_in_norm(self) -> bool:
+        """Norms sum over the ranks, so layers before them return ``PartialSum``."""
+        return hasattr(self.collectives, "reduced_norm")
+
     def scheme_for(self, module: str) -> QuantizationScheme:
         """Return the quantization scheme of a module path."""
         return self.scheme if self.scheme.covers(module) else self.plain

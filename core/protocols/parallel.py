@@ -107,7 +107,12 @@ class ParallelStrategy(Protocol):
     """One way to share the work among ranks.
 
     ``core/protocols/parallel_stack.py`` composes several.
+
+    Attributes:
+        moves_tokens: True: ``leave_attention`` and ``enter_attention`` change the tokens.
     """
+
+    moves_tokens: bool
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
         """Return this rank's part of a dimension; None: the strategies before this one decide.
@@ -177,6 +182,12 @@ class Collectives(Protocol):
     """Collectives over one mesh axis: among the ranks that differ in this axis only.
 
     Over an axis of size one they return their input.
+
+    Two further methods are optional. ``check() -> None`` raises a CollectiveError after a failure
+    that only the device has noticed. ``reduced_norm(input_format, add_norm)`` returns a function
+    (terms, axis, residual, weight, eps) -> (normed, sum) that sums ``PartialSum.terms`` over the
+    ranks, adds the residual and norms the sum, as ``Ops.add_rms_norm`` does; ``add_norm`` is the
+    latter's variant for ``input_format``. With this method, layers pass ``PartialSum`` to norms.
 
     Raises:
         CollectiveError: a peer has ended or does not answer within ``collectives.timeout``.

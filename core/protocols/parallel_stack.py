@@ -21,6 +21,8 @@ class ParallelStack:
 
     def __init__(self, strategies: Seq[ParallelStrategy]) -> None:
         self.strategies = tuple(strategies)
+        # a strategy written before the attribute existed may move tokens
+        self.moves_tokens = any(getattr(each, "moves_tokens", True) for each in self.strategies)
         self._exchanges: dict[str, ExpertExchange] = {}
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:

@@ -107,6 +107,18 @@ class Parts(NamedTuple):
     ids: Tensor
 
 
+class PartialSum(NamedTuple):
+    """A [T, hidden] term of a sum over the ranks of a mesh axis, for a norm that computes the sum.
+
+    Attributes:
+        terms: this rank's term, [T, hidden] or ``Parts`` of it.
+        axis: the mesh axis.
+    """
+
+    terms: Tensor | Parts
+    axis: str
+
+
 class LinearMethod(Protocol):
     """The weight of one linear layer and its GEMM; the method holds its own tensors.
 

@@ -91,8 +91,8 @@ class LocalLinks:
             return every
         self._send(0, data, operation)
         joined = self.broadcast(None, operation)
-        sizes = struct.unpack_from(f"<{self._ranks}q", joined)
-        ends = np.cumsum([HEAD.size * self._ranks, *sizes]).tolist()
+        lengths = struct.unpack_from(f"<{self._ranks}q", joined)
+        ends = np.cumsum([HEAD.size * self._ranks, *lengths]).tolist()
         return [joined[start:end] for start, end in zip(ends, ends[1:])]
 
     def gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:

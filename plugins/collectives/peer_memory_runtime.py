@@ -7,6 +7,8 @@ access to each other's memory.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,10 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from glowplug.core.errors import CollectiveError
+from glowplug.core.layers.linear import FORMAT_PLAIN, Both, both_formats
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import Parts, Quantized, Worker
+from glowplug.kernels.collectives.add_norm import add_rms_norm
 from glowplug.kernels.collectives.all_reduce import one_shot, two_shot
 from glowplug.kernels.collectives.gather import all_gather, reduce_scatter
 from glowplug.kernels.collectives.push import (
@@ -24,11 +28,21 @@ from glowplug.kernels.collectives.push import (
     buffer_words,
     peer_buffers,
 )
+from glowplug.kernels.formats.fp8_triton import empty_quantized
+from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.collectives.peer_memory import PeerMemoryOptions
 from glowplug.plugins.collectives.peer_sizes import PeerSizes, peer_sizes
 from glowplug.plugins.collectives.torch_distributed_runtime import Nccl
+from glowplug.plugins.ops.triton_ops_runtime import FP8
 
 logger = logging.getLogger("glowplug")
+NORM_DTYPES = frozenset({torch.bfloat16, torch.float16})  #: dtypes of sums fused with a norm
+#: input format of a norm's readers -> (results in the activation dtype, quantised results)
+NORM_FORMATS = {
+    FORMAT_PLAIN: (True, False),
+    FP8: (False, True),
+    both_formats(FP8): (True, True),
+}
 ALIGNMENT = 128  #: words; each kind of buffers begins at a multiple of it
 
 
@@ -72,11 +86,12 @@ class PeerGroup:
         alarm: Alarm,
         limit: float,
     ) -> None:
-        self.name = name
+        self.name: Any = name
         self.ranks = ranks
         # torch finds rank, size and store of a group of symmetric memory by the group's name
         self._group = dist.ProcessGroup(store, rank, ranks)
-        c10d._register_process_group(name, self._group)
+        # NOTE: torch 2.13 has a type of its own for names, torch 2.11 has not
+        c10d._register_process_group(self.name, self._group)  # type: ignore[arg-type,unused-ignore]
         words = [buffer_words(ranks, -(-size.capacity // ALIGNMENT) * ALIGNMENT) for size in sizes]
         self.memory = c10d._SymmetricMemory.empty_strided_p2p(
             (sum(words) // 2,), (1,), torch.int32, alarm.fault.device, name
@@ -123,6 +138,18 @@ class PeerGroup:
         """Return this rank's rows of the sum of contiguous x; None if no buffer fits."""
         fits = self.gather is not None and self.gather.fits(x, self.ranks)
         return reduce_scatter(x, self.gather) if fits and self.gather is not None else None
+
+    def norm_buffers(self, residual: Tensor) -> PeerBuffers | None:
+        """Return the buffers of a sum that is fused with a norm; None if they are too small.
+
+        Args:
+            residual: [T, hidden].
+        """
+        buffers = self.norm
+        if buffers is None or residual.dtype not in NORM_DTYPES:
+            return None
+        rows, size = residual.shape
+        return buffers if size <= buffers.tile and rows * buffers.tile <= buffers.capacity else None
 
     def close(self) -> None:
         """Forget the group's name, so that another engine of this process can use it."""
@@ -220,6 +247,40 @@ class PeerMemory(Nccl):
         peers = self._peer_of.get(axis)
         found = None if peers is None else peers.reduce_scatter(x.contiguous())
         return super().reduce_scatter(x, axis) if found is None else found
+
+    def reduced_norm(self, input_format: str, add_norm: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that sums over the ranks, adds the residual and norms the sum.
+
+        Args:
+            input_format: format of the norm's results.
+            add_norm: norm with residual and results in this format, for sums that no buffer fits.
+        """
+        kind = NORM_FORMATS.get(input_format)
+        plain, quantized = kind or (False, False)
+
+        def reduce(
+            terms: Tensor | Parts, axis: str, residual: Tensor, weight: Tensor, eps: float
+        ) -> tuple[Any, Tensor]:
+            rows, ids = terms if isinstance(terms, Parts) else (terms, None)
+            peers = self._peer_of.get(axis)
+            buffers = peers.norm_buffers(residual) if peers is not None and kind else None
+            if buffers is None:
+                whole = rows if ids is None else moe_sum(rows, ids)
+                return add_norm(  # type: ignore[no-any-return]
+                    self.all_reduce(whole.to(residual.dtype), axis), residual, weight, eps
+                )
+            normed = torch.empty_like(residual) if plain else None
+            count, size = residual.shape
+            pair = empty_quantized(count, size, residual.device) if quantized else None
+            total = add_rms_norm(
+                rows, residual, weight, eps, buffers, ids=ids, plain=normed, quantized=pair
+            )
+            if pair is None:
+                return normed, total
+            cast = Quantized(*pair)
+            return (cast if normed is None else Both(normed, cast)), total
+
+        return reduce
 
     def close(self) -> None:
         self._peer_of.clear()

@@ -53,6 +53,8 @@ class DpAttention(Unsplit):
     shape on all ranks. After the MLP every rank takes its group's tokens back.
     """
 
+    moves_tokens = True
+
     def __init__(self, options: DpAttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         assert worker.collectives is not None, "groups exchange through the rank's collectives"
         self._collectives = worker.collectives

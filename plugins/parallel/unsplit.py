@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class Unsplit:
     """The ``ParallelStrategy`` that splits nothing; the base class of the others."""
 
+    moves_tokens = False
+
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
         return None
 

@@ -168,7 +168,7 @@ def test_ranks_over_nccl_may_have_it(planned: Any) -> None:
         },
         hardware=read_sheet("8xh200"),
     )
-    assert plan.expandable_segments and plan.choice("collectives").name == "nccl"
+    assert plan.expandable_segments and plan.choice("collectives").name == "peer_memory"
 
 
 @pytest.mark.parametrize("value", ["yes", 2, None])

@@ -159,7 +159,7 @@ def test_one_rank_is_never_refused(planned: Any, tmp_path: Path) -> None:
     assert plan.ranks == 1 and plan.choice("collectives").name == "local"
 
 
-@pytest.mark.parametrize(("sheet", "collectives"), [("cpu", "gloo"), ("4xh200", "nccl")])
+@pytest.mark.parametrize(("sheet", "collectives"), [("cpu", "gloo"), ("4xh200", "peer_memory")])
 def test_ranks_are_connected_by_their_devices_collectives(
     planned: Any, sheet: str, collectives: str
 ) -> None:

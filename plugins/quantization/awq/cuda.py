@@ -207,9 +207,6 @@ class AwqExpertsCuda:
     def __init__(
         self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: AwqSource
     ) -> None:
-        assert not shape.fused_shared or shape.inter == shape.inter_full, (
-            "the shared expert can be fused only on one rank"
-        )
         self.shape = shape
         self._source = source
         count = shape.count + shape.fused_shared
@@ -220,10 +217,8 @@ class AwqExpertsCuda:
         for name, full, index, expert, span in expert_slices(self.shape):
             put = self.w2.into(expert, ALL) if span is None else self.w13.into(expert, span)
             yield from self._source.targets(name, full, index, put)
-        for name, full, rows in shared_slices(self.shape):
-            yield from self._source.targets(
-                name, full, (ALL, ALL), partial(self._take_shared, rows)
-            )
+        for name, full, index, rows in shared_slices(self.shape):
+            yield from self._source.targets(name, full, index, partial(self._take_shared, rows))
 
     def _take_shared(
         self, rows: slice | None, qweight: Tensor, qzeros: Tensor, scales: Tensor

@@ -40,7 +40,8 @@ from glowplug.plugins.quantization.block_fp8.weights import (
     blocks,
     whole_blocks,
 )
-from glowplug.plugins.quantization.dense.layers import PARTS13, Biased, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
+from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.shared.expert_bytes import provider_for_dtype
 from glowplug.plugins.quantization.shared.quantized_input import quantized
 
@@ -240,14 +241,13 @@ class Fp8ExpertsCuda:
 
     def _shared_targets(self) -> Iterator[WeightTarget]:
         shape = self.shape
-        width = shape.fused_shared * shape.inter
-        for half, part in ((0, PARTS13[0]), (1, PARTS13[1]), (None, "down_proj")):
-            values, scales = self._part(half)
-            full, dim = ((shape.hidden, width), 1) if half is None else ((width, shape.hidden), 0)
+        for name, full, index, rows in shared_slices(shape):
+            values, scales = self._part(None if rows is None else int(rows.start > 0))
             yield from SlicedMatrix(
-                f"{shape.shared_prefix}.{part}",
+                name,
                 full,
-                dim,
+                index,
+                int(rows is None),
                 values[shape.count :],
                 scales[shape.count :],
                 self._native,

@@ -81,13 +81,14 @@ class StoredMatrix:
 
 @dataclass(eq=False)
 class SlicedMatrix:
-    """A checkpoint matrix cut into equal slices along ``dim``, one for each of several experts.
+    """A part of a checkpoint matrix cut into equal slices, one for each of several experts.
 
     Slices that do not begin at a block boundary are requantised in blocks of their own.
 
     Attributes:
         name: module name in the checkpoint.
         full: shape of the checkpoint matrix.
+        index: the part of it.
         dim: dimension that is cut.
         values: E4M3 [S, ...], the slices.
         scales: float32 [S, ...], the scales of the slices.
@@ -96,6 +97,7 @@ class SlicedMatrix:
 
     name: str
     full: tuple[int, int]
+    index: tuple[slice, slice]
     dim: int
     values: Tensor
     scales: Tensor
@@ -107,12 +109,19 @@ class SlicedMatrix:
 
     def targets(self) -> Iterator[WeightTarget]:
         if not self.native:
-            yield Target(f"{self.name}.weight", self.full, put=self._quantize)
+            yield Target(f"{self.name}.weight", self.full, index=self.index, put=self._quantize)
             return
-        yield Target(f"{self.name}.weight", self.full, dtype=STORED, put=self._take_stored)
+        yield Target(
+            f"{self.name}.weight",
+            self.full,
+            index=self.index,
+            dtype=STORED,
+            put=self._take_stored,
+        )
         yield Target(
             f"{self.name}.weight_scale_inv",
             tuple(blocks(size) for size in self.full),
+            index=tuple(blocks_of(cut, size) for cut, size in zip(self.index, self.full)),
             put=self._take_grid,
         )
 
@@ -131,7 +140,7 @@ class SlicedMatrix:
             return
         self._stored = self._grid = None
         count = self.values.shape[0]
-        if self.full[self.dim] // count % FP8_BLOCK:
+        if self.values.shape[self.dim + 1] % FP8_BLOCK:
             self._quantize(fp8.dequantize_weight(stored, grid, torch.float32))
             return
         self.values.copy_(torch.stack(stored.chunk(count, self.dim)))

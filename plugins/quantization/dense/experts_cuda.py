@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from glowplug.core.layers.module import Target
+from glowplug.core.layers.module import Target, part_of
 from glowplug.core.protocols import ExpertsShape, Parts, Quantized, WeightTarget
 from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.moe import experts as moe_experts
@@ -17,19 +17,28 @@ from glowplug.kernels.moe.gemm import Early
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.dense.layers import PARTS13, expert_slices
 
+ALL = slice(None)
+SharedSlice = tuple[str, tuple[int, int], tuple[slice, slice], slice | None]
 
-def shared_slices(shape: ExpertsShape) -> Iterator[tuple[str, tuple[int, int], slice | None]]:
-    """Yield each checkpoint matrix of the shared expert.
+
+def shared_slices(shape: ExpertsShape) -> Iterator[SharedSlice]:
+    """Yield this rank's part of each checkpoint matrix of the shared expert.
+
+    A rank takes as many neighbouring channels as its slices of the S fused experts have together.
+    The sum over the ranks does not depend on which channels a rank computes.
 
     Yields:
-        Module name, shape of the matrix, and its rows within w13 (None: w2).
+        Module name, shape of the matrix, the rank's slice of it, and its rows within w13 (None:
+        w2).
     """
+    if not shape.fused_shared:
+        return
     width = shape.fused_shared * shape.inter_full
-    for half, part in enumerate(PARTS13 if shape.fused_shared else ()):
+    part = part_of(shape.fused_shared * shape.inter_start, shape.fused_shared * shape.inter, width)
+    for half, name in enumerate(PARTS13):
         rows = slice(half * shape.inter, (half + 1) * shape.inter)
-        yield f"{shape.shared_prefix}.{part}", (width, shape.hidden), rows
-    if shape.fused_shared:
-        yield f"{shape.shared_prefix}.down_proj", (shape.hidden, width), None
+        yield f"{shape.shared_prefix}.{name}", (width, shape.hidden), (part, ALL), rows
+    yield f"{shape.shared_prefix}.down_proj", (shape.hidden, width), (ALL, part), None
 
 
 class CudaExperts:
@@ -43,9 +52,6 @@ class CudaExperts:
     input_format = "plain"
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str) -> None:
-        assert not shape.fused_shared or shape.inter == shape.inter_full, (
-            "the shared expert can be fused only on one rank"
-        )
         self.shape = shape
         count = shape.count + shape.fused_shared
         self.w13 = torch.empty(count, 2 * shape.inter, shape.hidden, dtype=dtype, device=device)
@@ -61,8 +67,10 @@ class CudaExperts:
                 self.w2[expert] if rows is None else self.w13[expert, rows],
                 index,
             )
-        for name, full, rows in shared_slices(self.shape):
-            yield Target(f"{name}.weight", full, put=partial(self._take_shared, rows=rows))
+        for name, full, index, rows in shared_slices(self.shape):
+            yield Target(
+                f"{name}.weight", full, index=index, put=partial(self._take_shared, rows=rows)
+            )
 
     def _take_shared(self, value: Tensor, *, rows: slice | None) -> None:
         """Store a matrix of the shared expert.
@@ -75,11 +83,11 @@ class CudaExperts:
         shape = self.shape
         if rows is None:
             self.w2[shape.count :].copy_(
-                value.view(shape.hidden, shape.fused_shared, shape.inter).transpose(0, 1)
+                value.reshape(shape.hidden, shape.fused_shared, shape.inter).transpose(0, 1)
             )
         else:
             self.w13[shape.count :, rows].copy_(
-                value.view(shape.fused_shared, shape.inter, shape.hidden)
+                value.reshape(shape.fused_shared, shape.inter, shape.hidden)
             )
 
     def finalize(self) -> None:

@@ -183,9 +183,6 @@ class Int8ExpertsCuda:
     def __init__(
         self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Int8Source
     ) -> None:
-        assert not shape.fused_shared or shape.inter == shape.inter_full, (
-            "the shared expert can be fused only on one rank"
-        )
         self.shape = shape
         self._dtype = dtype
         self._source = source
@@ -205,10 +202,8 @@ class Int8ExpertsCuda:
                 else (self.w13[expert, span], self.scales13[expert, span])
             )
             yield from self._source.targets(name, full, index, into(*held))
-        for name, full, rows in shared_slices(self.shape):
-            yield from self._source.targets(
-                name, full, (ALL, ALL), partial(self._take_shared, rows)
-            )
+        for name, full, index, rows in shared_slices(self.shape):
+            yield from self._source.targets(name, full, index, partial(self._take_shared, rows))
 
     def _take_shared(self, rows: slice | None, stored: Tensor, scales: Tensor) -> None:
         """Store a matrix of the shared expert.
@@ -222,12 +217,12 @@ class Int8ExpertsCuda:
         shape = self.shape
         if rows is None:
             self.w2[shape.count :].copy_(
-                stored.view(shape.hidden, shape.fused_shared, shape.inter).transpose(0, 1)
+                stored.reshape(shape.hidden, shape.fused_shared, shape.inter).transpose(0, 1)
             )
             self.scales2[shape.count :].copy_(scales)
         else:
             self.w13[shape.count :, rows].copy_(
-                stored.view(shape.fused_shared, shape.inter, shape.hidden)
+                stored.reshape(shape.fused_shared, shape.inter, shape.hidden)
             )
             self.scales13[shape.count :, rows].copy_(scales.view(shape.fused_shared, shape.inter))
 
