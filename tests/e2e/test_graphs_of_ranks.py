@@ -1,0 +1,81 @@
+"""Ranks that replay captured steps give one rank's tokens, in every layout.
+
+Graphs are functions here (tests.plugins.replaying): padding, filling and the order of captures are
+those of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
+from tests.support.tiny import write_config
+
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "tp 2": [{"use": "tensor", "size": 2}],
+    "tp 2, ep 2": [{"use": "tensor", "size": 2}, {"use": "ep_moe", "size": 2}],
+    "tp 2, dp 2": [{"use": "tensor", "size": 2}, {"use": "dp_attention", "size": 2}],
+    "tp 2, ep 2, dp 2": [
+        {"use": "tensor", "size": 2},
+        {"use": "ep_moe", "size": 2, "exchange": "all_to_all_static"},
+        {"use": "dp_attention", "size": 2},
+    ],
+    "tp 4, ep 2, dp 2": [
+        {"use": "tensor", "size": 4},
+        {"use": "ep_moe", "size": 2},
+        {"use": "dp_attention", "size": 2},
+    ],
+}
+PROMPTS = {1: [5, 6, 7], 2: [9], 3: [4, 8, 15, 16, 23, 42, 7], 4: [11, 12], 5: [3, 1, 4, 1, 5]}
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginSet:
+    return load_plugins([THREADS, "tests.plugins.replaying"], entry_points=False)
+
+
+def config_of(folder: Path, parallel: list[dict[str, Any]], nextn: int) -> Any:
+    config: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 64,
+        "memory": {"kv_tokens": 1024},
+        "weights": {"use": "random"},
+        "scheduler": {"overlap": False, "max_running_requests": 6, "chunk_size": 16},
+        "graphs": {"use": "replaying", "batch_sizes": [1, 2, 4, 6]},
+    }
+    if parallel:
+        config["parallel"] = parallel
+    if nextn:
+        config["speculative"] = {"use": "nextn", "steps": nextn}
+    return config
+
+
+def tokens_of(config: dict[str, Any], plugins: PluginSet) -> tuple[dict[int, list[int]], list[int]]:
+    """Return the tokens of all requests, and the number of replays on each rank."""
+    with RankSet(rank_plan(config, plugins), plugins) as ranks:
+        runners: list[Any] = [engine.runner.graphs for engine in ranks.engines]
+        captured = [len(runner.filled) for runner in runners]
+        heard = ranks.run([submit(id, prompt, 12) for id, prompt in PROMPTS.items()])
+        found = {id: list(one.tokens) for id, one in heard.items()}
+        replays = [len(runner.filled) - before for runner, before in zip(runners, captured)]
+        ranks.check_idle()
+    return found, replays
+
+
+@pytest.mark.parametrize("nextn", [0, 1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_replay_the_steps_of_one(
+    layout: str, nextn: int, tmp_path: Path, plugins: PluginSet
+) -> None:
+    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
+    wanted, _ = tokens_of(config_of(folder, [], nextn), plugins)
+    found, replays = tokens_of(config_of(folder, LAYOUTS[layout], nextn), plugins)
+    assert found == wanted
+    assert min(replays) >= 5 and len(set(replays)) == 1, "ranks replay the same steps"
