@@ -91,7 +91,7 @@ def _add_norm(
             tl.store(plain + row * size + column, normed.to(mine.dtype), mask=inside)
         if QUANTIZED:
             store_quantized(normed, values, scales, row, group, column, size, scale_stride)
-        clear(at, own, turn, capacity, RANKS)
+        clear(at, None, own, turn, capacity, RANKS)
         next_turn(turns, row, turn)
 
 

@@ -70,7 +70,7 @@ def _one_shot(
                 mine, at, at < count, own, turn, capacity, fault, RANK, RANKS, LIMIT
             )
             tl.store(out + at, total.to(mine.dtype), mask=at < count)
-            clear(at, own, turn, capacity, RANKS)
+            clear(at, None, own, turn, capacity, RANKS)
             next_turn(turns, tile, turn)
 
 
@@ -121,7 +121,7 @@ def _two_shot(
                 ).to(mine.dtype)
                 push(bits_of(total), within, at < count, sums, turn, capacity, x, RANK, RANKS)
                 tl.store(out + at, total, mask=at < count)
-                clear(within, own_terms, turn, capacity, RANKS)
+                clear(within, None, own_terms, turn, capacity, RANKS)
     if STAGES & 4:
         for tile in range(first, tiles, tl.num_programs(0)):
             owner = tile % RANKS
@@ -134,7 +134,7 @@ def _two_shot(
                 bits = received(own_sums + place, at < count, fault, owner, LIMIT)
                 tl.store(out + at, bits.to(out.dtype.element_ty, bitcast=True), mask=at < count)
                 former = ((turn + TURNS - 1) % TURNS * (RANKS - 1) + index) * capacity + within
-                clear_one(own_sums + former, own_sums)
+                clear_one(own_sums + former, None, own_sums)
             next_turn(turns, tile, turn)
 
 

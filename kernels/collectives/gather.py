@@ -69,7 +69,7 @@ def _all_gather(
                 bits = received(own + place, at < count, fault, source, LIMIT)
                 there = out + source * count + at
                 tl.store(there, bits.to(out.dtype.element_ty, bitcast=True), mask=at < count)
-            clear(at, own, turn, capacity, RANKS)
+            clear(at, None, own, turn, capacity, RANKS)
             next_turn(turns, tile, turn)
 
 
@@ -113,7 +113,7 @@ def _reduce_scatter(
                 mine, at, at < count, own, turn, capacity, fault, RANK, RANKS, LIMIT
             )
             tl.store(out + at, total.to(mine.dtype), mask=at < count)
-            clear(at, own, turn, capacity, RANKS)
+            clear(at, None, own, turn, capacity, RANKS)
             next_turn(turns, tile, turn)
 
 

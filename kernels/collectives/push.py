@@ -208,18 +208,18 @@ def sum_of_ranks(
 
 
 @triton.jit
-def clear_one(place, like):
+def clear_one(place, mask, like):
     """Mark the words at ``place`` (pointers) as empty."""
     WORD: tl.constexpr = like.dtype.element_ty
-    tl.store(place, tl.full(place.shape, empty_word(WORD), WORD))
+    tl.store(place, tl.full(place.shape, empty_word(WORD), WORD), mask=mask)
 
 
 @triton.jit
-def clear(at, own, turn, capacity, RANKS: tl.constexpr):
+def clear(at, mask, own, turn, capacity, RANKS: tl.constexpr):
     """Empty the words at ``at`` in the buffers of the call before ``turn``."""
     former = (turn + TURNS - 1) % TURNS
     for index in tl.static_range(RANKS - 1):
-        clear_one(own + (former * (RANKS - 1) + index) * capacity + at, own)
+        clear_one(own + (former * (RANKS - 1) + index) * capacity + at, mask, own)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels.collectives import add_norm, gather
+from glowplug.kernels.collectives import add_norm, expert_exchange, gather
 from glowplug.kernels.collectives.all_reduce import RECEIVE, SEND, SUM, one_shot, two_shot
 from glowplug.kernels.collectives.push import (
     EMPTY_BITS,
@@ -173,3 +173,90 @@ def test_norm_of_the_sum_equals_an_all_reduce_and_a_norm(size: int, parts: int) 
                 )
                 if stage == SUM:
                     assert torch.equal(total, wanted[1]) and torch.equal(plain, wanted[0])
+
+
+@pytest.mark.parametrize(("ranks", "within"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (3, 0, 2, 1), (4, 4, 4, 4)])
+def test_tokens_reach_their_experts_and_return(
+    ranks: int, within: int, counts: tuple[int, ...]
+) -> None:
+    """Each rank's result for an expert is the token times a factor of this expert."""
+    hidden, topk, held, rows = 96, 3, 3, 4
+    experts = held * ranks // within
+    tile = expert_exchange.row_words(hidden, topk)
+    there, back = Group.of(ranks, rows * tile, tile), Group.of(ranks, rows * tile, tile)
+    for call in range(4):
+        generator = torch.Generator().manual_seed(call)
+        given = numbers(ranks, rows, hidden, seed=call)
+        chosen = [
+            torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(rows)])
+            for _ in range(ranks)
+        ]
+        chosen[0][0] = torch.tensor([0, 1, 2])  # experts of one share only
+        weights = [torch.rand(rows, topk, generator=generator) for _ in range(ranks)]
+        own = [
+            (x[:count], ids[:count], factors[:count])
+            for x, ids, factors, count in zip(given, chosen, weights, counts)
+        ]
+        found = [
+            expert_exchange.Dispatched(
+                torch.full((ranks * rows, hidden), float("nan"), dtype=HALF),
+                torch.full((ranks * rows, topk), 99, dtype=torch.int32),
+                torch.full((ranks * rows, topk), float("nan")),
+            )
+            for _ in range(ranks)
+        ]
+        for stage in (SEND, SUM):
+            for rank in range(ranks):
+                expert_exchange.dispatch(
+                    *own[rank],
+                    rows,
+                    held,
+                    there.buffers[rank],
+                    within=within,
+                    stages=stage,
+                    out=found[rank],
+                )
+        results = []
+        for rank, got in enumerate(found):
+            share = rank // within
+            for source, count in enumerate(counts[:ranks]):
+                for row in range(rows):
+                    at = source * rows + row
+                    ids = chosen[source][row] if row < count else torch.full((topk,), -1)
+                    local = torch.where((ids >= 0) & (ids // held == share), ids % held, -1)
+                    assert got.ids[at].tolist() == local.tolist()
+                    if (local >= 0).any():
+                        assert torch.equal(got.x[at].abs(), given[source][row].abs())
+                        assert torch.equal(got.weights[at], weights[source][row])
+            used = got.ids >= 0
+            factor = torch.where(used, got.weights, 0.0).sum(-1, keepdim=True) / within
+            results.append((got.x.float() * factor).to(HALF))
+        beside = numbers(ranks, rows, hidden, seed=call + 50)
+        for rank in range(ranks):
+            expert_exchange.combine(
+                results[rank],
+                found[rank].ids,
+                own[rank][1],
+                held,
+                back.buffers[rank],
+                within=within,
+                beside=beside[rank][: counts[rank]],
+                stages=SEND,
+            )
+        for rank in range(ranks):
+            sums = expert_exchange.combine(
+                results[rank],
+                found[rank].ids,
+                own[rank][1],
+                held,
+                back.buffers[rank],
+                within=within,
+                beside=beside[rank][: counts[rank]],
+                stages=SUM,
+            )
+            x, _, factors = own[rank]
+            wanted = (
+                x.float() * factors.sum(-1, keepdim=True) + beside[rank][: counts[rank]].float()
+            )
+            torch.testing.assert_close(sums.float(), wanted, atol=2e-2, rtol=1e-2)
