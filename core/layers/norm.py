@@ -55,5 +55,8 @@ class RmsNorm(Module):
             return self._norm(x, self.weight, self.eps), x
         if isinstance(x, PartialSum):
             assert self._add_reduced is not None, "layers pass sums to norms that compute them"
-            return self._add_reduced(x.terms, x.axis, residual, self.weight, self.eps)  # type: ignore[no-any-return]
+            found: tuple[Any, Tensor] = self._add_reduced(
+                x.terms, x.axis, residual, self.weight, self.eps
+            )
+            return found
         return self._add_norm(x, residual, self.weight, self.eps)  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """All-reduce, residual addition and RMS norm in one kernel, one program per token.
 
 The input may be rows of experts that have still to be summed (``Parts``). The result is stored
-unquantised, quantised to E4M3, or both, as in ``kernels.elementwise.norm``; the numbers are those of
-an all-reduce followed by that norm, bit by bit.
+unquantised, quantised to E4M3, or both, as in ``kernels.elementwise.norm``. It equals that of an
+all-reduce followed by this norm, bit by bit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from glowplug.kernels.collectives.push import (
     push,
     sum_of_ranks,
 )
-from glowplug.kernels.elementwise.norm import add_parts
-from glowplug.kernels.formats.fp8_triton import GROUP, store_quantized
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.elementwise.norm import add_rows
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.formats.fp8_triton import store_quantized
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.rows import rows_of
 
@@ -50,7 +51,7 @@ def _add_norm(
     capacity,
     eps,
     GROUPS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUMMED_ROWS: tl.constexpr,
     PLAIN: tl.constexpr,
     QUANTIZED: tl.constexpr,
     RANK: tl.constexpr,
@@ -60,18 +61,18 @@ def _add_norm(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Normalise one token. ``PARTS``: rows of x to sum for the token, 0 for its own row alone."""
+    """Normalise one token. ``SUMMED_ROWS``: rows of x to sum for the token, 0 for its own row alone."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < size
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, total)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     turn = tl.load(turns + row)
-    if PARTS > 0:
-        term = add_parts(x, ids, row, ids_stride, column, inside, size, PARTS)
+    if SUMMED_ROWS > 0:
+        term = add_rows(x, ids, row, ids_stride, column, inside, size, SUMMED_ROWS)
     else:
         term = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     mine = term.to(total.dtype.element_ty)
@@ -132,8 +133,8 @@ def add_rms_norm(
     before = rows_of(residual)
     rows, size = before.shape
     total = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
-    groups = next_power_of_2(cdiv(size, GROUP))
-    assert buffers.tile >= groups * GROUP, "a row needs a tile of its padded size"
+    groups = next_power_of_2(cdiv(size, FP8_BLOCK))
+    assert buffers.tile >= groups * FP8_BLOCK, "a row needs a tile of its padded size"
     values, scales = (None, None) if quantized is None else quantized
     if rows:
         _add_norm[(rows,)](
@@ -156,7 +157,7 @@ def add_rms_norm(
             buffers.capacity,
             eps,
             GROUPS=groups,
-            PARTS=0 if ids is None else ids.shape[1],
+            SUMMED_ROWS=0 if ids is None else ids.shape[1],
             PLAIN=plain is not None,
             QUANTIZED=quantized is not None,
             RANK=buffers.rank,
@@ -164,7 +165,7 @@ def add_rms_norm(
             TILE=buffers.tile,
             STAGES=stages,
             LIMIT=buffers.limit,
-            num_warps=warps_for(groups * GROUP),
-            **dependent.options(),
+            num_warps=warps_for(groups * FP8_BLOCK),
+            **dependent_launch.options(),
         )
     return total

@@ -24,7 +24,7 @@ from glowplug.kernels.collectives.push import (
     received,
     sum_of_ranks,
 )
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv
 
 #: most programs, so that the tiles of a large tensor overlap (4 programs on each multiprocessor of
@@ -51,11 +51,11 @@ def _one_shot(
     DEPENDENT: tl.constexpr,
 ):
     """Sum x [count] over the ranks to ``out``."""
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, x)
     first = tl.program_id(0)
     tiles = tl.cdiv(count, TILE)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     if STAGES & 1:
         for tile in range(first, tiles, tl.num_programs(0)):
             at = tile * TILE + tl.arange(0, TILE)
@@ -92,13 +92,13 @@ def _two_shot(
     DEPENDENT: tl.constexpr,
 ):
     """Sum x [count] over the ranks to ``out``; ``terms`` and ``sums``: the peers of two buffers."""
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     own_terms = buffers_of(terms, RANK, x)
     own_sums = buffers_of(sums, RANK, x)
     first = tl.program_id(0)
     tiles = tl.cdiv(count, TILE)
     column = tl.arange(0, TILE)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     if STAGES & 1:
         for tile in range(first, tiles, tl.num_programs(0)):
             owner = tile % RANKS
@@ -164,7 +164,7 @@ def one_shot(x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES) -> Tenso
             STAGES=stages,
             LIMIT=buffers.limit,
             num_warps=warps_for(tile),
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return out
 
@@ -205,7 +205,7 @@ def two_shot(
             STAGES=stages,
             LIMIT=terms.limit,
             num_warps=warps_for(tile),
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return out
 

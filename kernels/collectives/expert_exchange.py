@@ -23,7 +23,7 @@ from glowplug.kernels.collectives.push import (
     next_turn,
     received,
 )
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import next_power_of_2
 from glowplug.kernels.launch.rows import rows_of
 
@@ -91,14 +91,15 @@ def _dispatch(
     column = tl.arange(0, BLOCK)
     choice = tl.arange(0, BLOCK_K)
     chosen = choice < TOPK
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, x)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     turn = tl.load(turns + row)
-    live = row < tokens
-    mine = tl.load(x + row * x_stride + column, mask=live & (column < hidden), other=0.0)
-    experts = tl.load(ids + row * ids_stride + choice, mask=live & chosen, other=-1).to(tl.int32)
-    scales = tl.load(weights + row * weights_stride + choice, mask=live & chosen, other=0.0)
+    size = tl.where(row < tokens, hidden, 0)  # rows after the tokens are empty
+    topk = tl.where(row < tokens, TOPK, 0)
+    mine = tl.load(x + row * x_stride + column, mask=column < size, other=0.0)
+    experts = tl.load(ids + row * ids_stride + choice, mask=choice < topk, other=-1).to(tl.int32)
+    scales = tl.load(weights + row * weights_stride + choice, mask=choice < topk, other=0.0)
     if STAGES & 1:
         for distance in tl.static_range(1, RANKS):
             peer = (RANK + distance) % RANKS
@@ -108,7 +109,7 @@ def _dispatch(
             tl.store(behind + choice, experts, mask=chosen)
             tl.store(behind + TOPK + choice, bits_of(scales), mask=chosen)
             wanted = tl.max(_held(experts, peer // WITHIN, HELD)) >= 0
-            tl.store(target + column, bits_of(mine), mask=wanted & (column < hidden))
+            tl.store(target + column, bits_of(mine), mask=column < tl.where(wanted, hidden, 0))
     if STAGES & 2:
         for source in tl.static_range(RANKS):
             there = source * rows + row
@@ -123,7 +124,7 @@ def _dispatch(
                 given = received(behind + choice, chosen, fault, source, LIMIT)
                 local = _held(tl.where(chosen, given, -1), RANK // WITHIN, HELD)
                 factors = received(behind + TOPK + choice, chosen, fault, source, LIMIT)
-                inside = (tl.max(local) >= 0) & (column < hidden)
+                inside = column < tl.where(tl.max(local) >= 0, hidden, 0)
                 bits = received(at + column, inside, fault, source, LIMIT)
                 value = bits.to(out.dtype.element_ty, bitcast=True)
                 tl.store(out + there * hidden + column, value, mask=inside)
@@ -169,26 +170,27 @@ def _combine(
     column = tl.arange(0, BLOCK)
     choice = tl.arange(0, BLOCK_K)
     chosen = choice < TOPK
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, y)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     turn = tl.load(turns + row)
     if STAGES & 1:
         for distance in tl.static_range(1, RANKS):
             source = (RANK + distance) % RANKS
             there = source * rows + row
             used = tl.max(tl.load(local + there * TOPK + choice, mask=chosen, other=-1)) >= 0
-            inside = used & (column < hidden)
+            inside = column < tl.where(used, hidden, 0)
             bits = bits_of(tl.load(y + there * hidden + column, mask=inside, other=0.0))
             place = (turn * (RANKS - 1) + RANKS - 1 - distance) * capacity + row * PITCH
             tl.store(buffers_of(peers, source, y) + place + column, bits, mask=inside)
     if STAGES & 2:
-        live = row < tokens
-        experts = tl.load(ids + row * ids_stride + choice, mask=live & chosen, other=-1)
+        size = tl.where(row < tokens, hidden, 0)  # rows after the tokens are empty
+        topk = tl.where(row < tokens, TOPK, 0)
+        experts = tl.load(ids + row * ids_stride + choice, mask=choice < topk, other=-1)
         total = tl.zeros((BLOCK,), tl.float32)
         for rank in tl.static_range(RANKS):
             used = tl.max(_held(experts.to(tl.int32), rank // WITHIN, HELD)) >= 0
-            inside = used & (column < hidden)
+            inside = column < tl.where(used, hidden, 0)
             if rank == RANK:
                 there = y + (RANK * rows + row) * hidden + column
                 total += tl.load(there, mask=inside, other=0.0).to(tl.float32)
@@ -199,11 +201,11 @@ def _combine(
                 total += bits.to(y.dtype.element_ty, bitcast=True).to(tl.float32)
         if BESIDE:
             there = beside + row * beside_stride + column
-            total += tl.load(there, mask=live & (column < hidden), other=0.0).to(tl.float32)
+            total += tl.load(there, mask=column < size, other=0.0).to(tl.float32)
         tl.store(
             out + row * hidden + column,
             total.to(out.dtype.element_ty),
-            mask=live & (column < hidden),
+            mask=column < size,
         )
         words = tl.arange(0, 2 * BLOCK)
         clear(row * PITCH + words, words < PITCH, own, turn, capacity, RANKS)
@@ -272,7 +274,7 @@ def dispatch(
             STAGES=stages,
             LIMIT=buffers.limit,
             num_warps=warps_for(hidden),
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return out
 
@@ -333,7 +335,7 @@ def combine(
             STAGES=stages,
             LIMIT=buffers.limit,
             num_warps=warps_for(hidden),
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return out
 

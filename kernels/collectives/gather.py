@@ -17,7 +17,7 @@ from glowplug.kernels.collectives.push import (
     received,
     sum_of_ranks,
 )
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv
 
 
@@ -38,11 +38,11 @@ def _all_gather(
     DEPENDENT: tl.constexpr,
 ):
     """Copy x [count] of every rank to ``out`` [RANKS, count]."""
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, x)
     first = tl.program_id(0)
     tiles = tl.cdiv(count, TILE)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     if STAGES & 1:
         for tile in range(first, tiles, tl.num_programs(0)):
             at = tile * TILE + tl.arange(0, TILE)
@@ -90,11 +90,11 @@ def _reduce_scatter(
     DEPENDENT: tl.constexpr,
 ):
     """Sum part RANK of x [RANKS, count] over the ranks to ``out`` [count]."""
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, x)
     first = tl.program_id(0)
     tiles = tl.cdiv(count, TILE)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     if STAGES & 1:
         for tile in range(first, tiles, tl.num_programs(0)):
             turn = tl.load(turns + tile)
@@ -147,7 +147,7 @@ def all_gather(
             STAGES=stages,
             LIMIT=buffers.limit,
             num_warps=warps_for(tile),
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return out
 
@@ -181,6 +181,6 @@ def reduce_scatter(x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES) ->
             STAGES=stages,
             LIMIT=buffers.limit,
             num_warps=warps_for(tile),
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return out

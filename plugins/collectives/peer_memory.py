@@ -32,7 +32,7 @@ def check_peer_memory(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             NAME,
             "collectives.use",
-            f"{NAME} connects up to {RANKS_MAX} GPUs, and the plan has {context.values.ranks} ranks",
+            f"{NAME} connects up to {RANKS_MAX} GPUs, the plan has {context.values.ranks} ranks",
             'collectives.use = "nccl"',
         )
 
@@ -49,7 +49,7 @@ def register_collectives() -> list[Component]:
                 devices=frozenset({"cuda"}),
                 least_compute=70,
                 ranks=True,
-                growing_segments=True,
+                expandable_segments=True,
             ),
             requires=(Package("torch"), Package("triton")),
             summary="GPUs of one host, by stores into peers' memory; NCCL for large tensors",

@@ -1,7 +1,7 @@
 """Runtime of the collectives "peer_memory": small and medium tensors go through peers' memory.
 
-NCCL, which is the base class, exchanges tensors that no buffer fits, and all tensors on GPUs without
-access to each other's memory.
+NCCL, which is the base class, exchanges tensors that no buffer fits, and all tensors of GPUs that
+cannot access each other's memory.
 """
 
 from __future__ import annotations

@@ -341,7 +341,11 @@ def test_ranks(refused, planned) -> None:
 
     hosts = read_sheet("2x8xh200")
     plan = planned(config(8, "multiprocess"), plugins=own, hardware=hosts)
-    assert plan.mesh == {"tp": 8} and plan.ranks == 8 and plan.choice("collectives").name == "peer_memory"
+    assert (
+        plan.mesh == {"tp": 8}
+        and plan.ranks == 8
+        and plan.choice("collectives").name == "peer_memory"
+    )
     assert "local connects one rank" in next(
         d.why for d in plan.decisions if d.field == "collectives.use"
     )
