@@ -15,6 +15,7 @@ from collections.abc import Mapping
 #: axis of the ranks within a block -> axis of the blocks
 WITHIN = {"attn_tp": "dp", "moe_tp": "ep"}
 OVER_TP = ("dp", "ep")  #: axes that divide the tp ranks into blocks
+AXES = ("tp", "pp", *OVER_TP, *WITHIN)  #: all axes, along which ranks exchange data
 
 
 def axis_size(axis: str, mesh: Mapping[str, int]) -> int:

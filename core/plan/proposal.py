@@ -151,6 +151,12 @@ class Proposal:
         by, why = self.source(path) or ("default", "")
         return Decision(path, value, by, why)
 
+    @property
+    def exchanges(self) -> bool:
+        """Tokens move between ranks, so the number of tokens in a layer differs between steps."""
+        ranks = self.values.ranks
+        return ranks > 1 and any(chosen.offers.exchanges for chosen in self.parallel)
+
     def step_path(self) -> Iterable[tuple[Slot, Chosen]]:
         """Yield the components that take part in a step, with their slots.
 

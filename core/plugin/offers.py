@@ -177,11 +177,15 @@ class ParallelOffers(Offers):
         ranks: it can span more than one rank.
         idle_steps: a rank may have no tokens while others run a step, so all components of a step
             must support ``Mode.IDLE``.
+        exchanges: tokens move between ranks, so a layer may compute other tokens than the rank's
+            own, and their number differs between steps. False if all ranks compute all tokens of a
+            step.
     """
 
     axes: frozenset[str] = frozenset()
     ranks: bool = False
     idle_steps: bool = False
+    exchanges: bool = True
 
 
 @dataclass(frozen=True)
@@ -339,10 +343,16 @@ class CollectiveOffers(Offers):
         expandable_segments: it works with expandable segments of torch's allocator (virtual
             memory). False if ranks open the tensors of others by CUDA IPC handles, which this
             memory does not have.
+        sums_in_norm: sums over the ranks are computed by the next norm, and so are the sums of
+            ``Parts`` before them.
+        buffer_bytes: function from the mesh, the hidden size and the most tokens of a step to the
+            bytes of its buffers on a device; None for none.
     """
 
     ranks: bool = False
     expandable_segments: bool = False
+    sums_in_norm: bool = False
+    buffer_bytes: Callable[[Mapping[str, int], int, int], int] | None = None
 
 
 @dataclass(frozen=True)

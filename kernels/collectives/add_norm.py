@@ -61,7 +61,7 @@ def _add_norm(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Normalise one token. ``SUMMED_ROWS``: rows of x to sum for the token, 0 for its own row alone."""
+    """Normalise one token; SUMMED_ROWS: rows of x to sum for it, 0: its own row alone."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]

@@ -1,11 +1,11 @@
 """Exchange of data between ranks by stores into peers' buffers, without flags.
 
-Every rank stores its numbers into receiving buffers of its peers. A buffer holds the bits of negative
-zeros where nothing has arrived, and a program polls its part of the buffer until none is left.
-Negative zeros are sent as zeros. Three buffers take turns, so that one can be cleared while peers
-fill another: call e clears the buffer of call e - 1. Peers fill that buffer again in call e + 2,
-which they begin only after they have received this rank's data of call e + 1. The turn is counted
-on the device for each tile, so a captured graph can be replayed.
+Every rank stores its numbers into receiving buffers of its peers. A buffer holds the bits of
+negative zeros where nothing has arrived, and a program polls its part of the buffer until none is
+left. Negative zeros are sent as zeros. Three buffers take turns, so that one can be cleared while
+peers fill another: call e clears the buffer of call e - 1. Peers fill that buffer again in call
+e + 2, which they begin only after they have received this rank's data of call e + 1. The turn is
+counted on the device for each tile, so a captured graph can be replayed.
 
 All ranks of a group must make the same calls in the same order. Sums are in float32 and in order of
 rank, so they are bitwise equal on all ranks, and a number's sum does not depend on its place.

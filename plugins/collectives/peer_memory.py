@@ -9,6 +9,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import CollectiveOffers
+from glowplug.plugins.collectives.peer_sizes import buffer_bytes
 from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptions
 
 NAME = "peer_memory"
@@ -50,6 +51,8 @@ def register_collectives() -> list[Component]:
                 least_compute=70,
                 ranks=True,
                 expandable_segments=True,
+                sums_in_norm=True,
+                buffer_bytes=buffer_bytes,
             ),
             requires=(Package("torch"), Package("triton")),
             summary="GPUs of one host, by stores into peers' memory; NCCL for large tensors",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from glowplug.core.facts.mesh import AXES, axis_size, group
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -83,6 +86,18 @@ def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
         gather=_tiles(min(largest, GATHER_BYTES), SMALL_TILE),
         norm=BufferSize(rows * row, row),
     )
+
+
+def buffer_bytes(mesh: Mapping[str, int], hidden: int, tokens: int) -> int:
+    """Return the bytes of a rank's receiving buffers in all its groups.
+
+    Args:
+        mesh: mesh axis -> size.
+        hidden: hidden size of the model.
+        tokens: most tokens of a step.
+    """
+    groups = {group(axis, 0, mesh) for axis in AXES if axis_size(axis, mesh) > 1}
+    return sum(peer_sizes(len(ranks), hidden, tokens).bytes(len(ranks)) for ranks in groups)
 
 
 def one_shot_bytes(ranks: int) -> int:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.errors import CollectiveError
-from glowplug.core.facts.mesh import OVER_TP, WITHIN, axis_size, group
+from glowplug.core.facts.mesh import AXES, axis_size, group
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.kernels.launch.sums import add_up
@@ -27,7 +27,6 @@ from glowplug.plugins.collectives.local_links import LocalLinks
 from glowplug.plugins.collectives.rendezvous import await_ranks, open_store, own_address
 from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptions
 
-AXES = ("tp", "pp", *OVER_TP, *WITHIN)
 WORLD = "world"  #: name of the group of all ranks, in errors
 INLINE_BYTES = 2040  #: bytes of a broadcast that are sent together with its length
 #: most elements of a tensor for which all-reduce gathers every rank's tensor and sums locally

@@ -19,7 +19,7 @@ from pydantic import Field
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.plugin.offers import GraphOffers, Mode
+from glowplug.core.plugin.offers import GraphOffers, Mode, ParallelOffers
 from glowplug.core.plugin.options import DEVICE_DEFAULTS, GraphOptions
 from glowplug.core.plugin.slots import CAPTURED_SLOTS
 
@@ -150,7 +150,7 @@ def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refus
             f"{options.max_prefill_tokens}",
             f"graphs.max_prefill_tokens = {max(options.prefill_tokens or ())}",
         )
-    elif options.prefill and context.values.ranks > 1:
+    elif options.prefill and _exchanges(context):
         yield Refusal(
             NAME,
             "graphs.prefill",
@@ -167,6 +167,12 @@ def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refus
                 "cannot be captured",
                 "leave graphs.prefill out",
             )
+
+
+def _exchanges(context: CheckContext) -> bool:
+    """Return whether tokens move between ranks."""
+    found = context.of(ParallelOffers)
+    return context.values.ranks > 1 and any(chosen.offers.exchanges for chosen in found)
 
 
 @hookimpl

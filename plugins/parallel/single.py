@@ -24,7 +24,7 @@ def register_parallel_strategies() -> list[Component]:
             name="single",
             options=SingleOptions,
             factory="glowplug.plugins.parallel.single_runtime:Single",
-            offers=ParallelOffers(),
+            offers=ParallelOffers(exchanges=False),
             summary="one rank, no sharding",
         )
     ]

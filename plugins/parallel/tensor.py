@@ -116,7 +116,7 @@ def register_parallel_strategies() -> list[Component]:
             options=TensorOptions,
             check=check_tensor,
             factory="glowplug.plugins.parallel.tensor_runtime:TensorParallel",
-            offers=ParallelOffers(axes=frozenset({"tp"}), ranks=True),
+            offers=ParallelOffers(axes=frozenset({"tp"}), ranks=True, exchanges=False),
             summary="every layer split over the ranks: heads, widths and vocabulary",
         )
     ]

@@ -182,7 +182,7 @@ def test_row_parallel_bias_is_added_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adds", "ranks", "in_parts"), [(True, 1, True), (False, 1, False), (True, 2, False)]
+    ("adds", "ranks", "in_parts"), [(True, 1, True), (False, 1, False), (True, 2, True)]
 )
 def test_gemm_parts_are_returned_where_the_ops_add_them(
     adds: bool, ranks: int, in_parts: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.offers import Mode
@@ -51,10 +52,11 @@ def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
 def _pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
     """Return the token counts for which passes with prompts are captured.
 
-    None are captured on several ranks, because the number of exchanged rows differs between steps.
+    None are captured if ranks exchange tokens, because the number of exchanged rows differs between
+    steps.
     """
     runner = proposal.graphs
-    if runner is None or proposal.values.ranks > 1:
+    if runner is None or proposal.exchanges:
         return ()
     inside = [chosen for slot in CAPTURED_SLOTS for chosen in proposal.chosen[slot]]
     capturable = all(Mode.PREFILL in chosen.offers.captures_in for chosen in inside)
@@ -91,9 +93,10 @@ def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple
     if runner is None or attention is None or attention.offers.short_rows is None:
         return 0, ()
     keys = attention.offers.short_keys
-    if values.width > 1 or values.ranks > 1 or context + values.width + values.lookahead <= keys:
+    if values.width > 1 or proposal.exchanges or context + values.width + values.lookahead <= keys:
         return 0, ()
-    short = attention.offers.short_rows(proposal.facts.model.num_heads)
+    heads = -(-proposal.facts.model.num_heads // axis_size("attn_tp", values.mesh))
+    short = attention.offers.short_rows(heads)
     sizes = tuple(size for size in runner.options.sizes(rows) if size in short)
     return (keys, sizes) if sizes else (0, ())
 

@@ -119,10 +119,7 @@ def _segments(proposal: Proposal) -> Decision | None:
 
 def _against_segments(proposal: Proposal) -> str:
     """Return the reason why "auto" does not use expandable segments; "" if it does."""
-    ranks = proposal.values.ranks
     collectives = proposal.collectives
-    if ranks > 1:
-        return f"not tested with several ranks, and the plan has {ranks}"
     if collectives is None or collectives.offers.expandable_segments:
         return ""
     return f"{collectives.name} shares memory by handles that expandable segments do not have"

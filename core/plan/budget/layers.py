@@ -52,7 +52,7 @@ class LayerBytes:
         mesh: mesh axis -> size.
         dtype: compute dtype.
         element: bytes of an element in the compute dtype.
-        alone: the plan has one rank.
+        alike: all ranks compute all tokens of a step.
         heads: attention heads on a rank.
         rope: rotary elements of a head.
         value: elements of a head's value.
@@ -67,7 +67,11 @@ class LayerBytes:
         self.element: int = DTYPE_BYTES[self.dtype]
         devices = proposal.facts.hardware.devices
         self._card, self._compute = (devices[0].name, devices[0].compute) if devices else ("", 0)
-        self.alone = values.ranks == 1
+        self.alike = not proposal.exchanges
+        collectives = proposal.collectives
+        self._sums_in_norm = values.ranks == 1 or (
+            self.alike and collectives is not None and collectives.offers.sums_in_norm
+        )
         self._packages = proposal.facts.software.packages
         attention = proposal.attention
         scheme = proposal.quantization
@@ -196,7 +200,7 @@ class LayerBytes:
         count = -(-model.n_routed_experts // axis_size("ep", self.mesh))
         shared = model.sizes.shared_experts
         fused_shared = (
-            shared if self.alone and "route" in self._ops.ops and self._scheme.fused_shared else 0
+            shared if self.alike and "route" in self._ops.ops and self._scheme.fused_shared else 0
         )
         chosen = model.sizes.experts_per_token + fused_shared
         step = ExpertsStep(
@@ -207,7 +211,7 @@ class LayerBytes:
             model.hidden_size,
             inter,
             self.element,
-            self._ops.adds_parts and self.alone and fused_shared == shared,
+            self._ops.adds_parts and self._sums_in_norm and fused_shared == shared,
             self._options,
             self._packages,
             self.dtype,

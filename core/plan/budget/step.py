@@ -54,6 +54,7 @@ def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
         )
     )
     lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
+    lines += _collective_line(proposal, counts.step_tokens)
     graphs = graph_line(proposal, counts.captured, LayerBytes(proposal).claimed)
     return [*lines, graphs] if graphs is not None else lines
 
@@ -80,6 +81,16 @@ def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
     )
     how = f"page tables and workspace of {attention.name}, {rows} rows of {context} tokens"
     return [BudgetLine(RESERVED, size, how)] if size else []
+
+
+def _collective_line(proposal: Proposal, step_tokens: int) -> list[BudgetLine]:
+    """Return the line of the collectives' buffers; [] for none."""
+    collectives = proposal.collectives
+    if collectives is None or collectives.offers.buffer_bytes is None:
+        return []
+    mesh = proposal.values.mesh
+    size = collectives.offers.buffer_bytes(mesh, proposal.facts.model.hidden_size, step_tokens)
+    return [BudgetLine("exchange buffers", size, f"of {collectives.name}")] if size else []
 
 
 def _sampler(proposal: Proposal) -> SamplerOffers:

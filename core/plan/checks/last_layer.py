@@ -50,4 +50,4 @@ def _needs_all(proposal: Proposal) -> str:
         return f"{model.name}'s last layer computes all tokens of a step"
     if proposal.values.width > 1:
         return "drafts read the hidden states of all tokens"
-    return "ranks exchange all tokens of a step" if proposal.values.ranks > 1 else ""
+    return "ranks exchange all tokens of a step" if proposal.exchanges else ""
