@@ -8,6 +8,7 @@ from torch import Tensor
 
 from glowplug.kernels.collectives.all_reduce import ALL_STAGES, PROGRAMS_MAX, warps_for
 from glowplug.kernels.collectives.push import (
+    SENT_DTYPES,
     PeerBuffers,
     bits_of,
     buffers_of,
@@ -28,7 +29,10 @@ def _all_gather(
     peers,
     turns,
     fault,
-    count,
+    rows,
+    columns,
+    row_stride,
+    rank_stride,
     capacity,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -37,39 +41,38 @@ def _all_gather(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Copy x [count] of every rank to ``out`` [RANKS, count]."""
+    """Copy x [rows, columns] of every rank to ``out``, strided by row and rank."""
     dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, x)
     first = tl.program_id(0)
-    tiles = tl.cdiv(count, TILE)
+    tiles_a_row = tl.cdiv(columns, TILE)
+    tiles = rows * tiles_a_row
+    within = tl.arange(0, TILE)
     dependent_launch.wait(DEPENDENT)
     if STAGES & 1:
         for tile in range(first, tiles, tl.num_programs(0)):
-            at = tile * TILE + tl.arange(0, TILE)
-            mine = tl.load(x + at, mask=at < count)
-            push(
-                bits_of(mine),
-                at,
-                at < count,
-                peers,
-                tl.load(turns + tile),
-                capacity,
-                x,
-                RANK,
-                RANKS,
-            )
-            tl.store(out + RANK * count + at, mine, mask=at < count)
+            row = (tile // tiles_a_row).to(tl.int64)
+            column = tile % tiles_a_row * TILE + within
+            inside = column < columns
+            mine = tl.load(x + row * columns + column, mask=inside)
+            place = tile * TILE + within
+            turn = tl.load(turns + tile)
+            push(bits_of(mine), place, inside, peers, turn, capacity, x, RANK, RANKS)
+            tl.store(out + row * row_stride + RANK * rank_stride + column, mine, mask=inside)
     if STAGES & 2:
         for tile in range(first, tiles, tl.num_programs(0)):
             turn = tl.load(turns + tile)
-            at = tile * TILE + tl.arange(0, TILE)
+            row = (tile // tiles_a_row).to(tl.int64)
+            column = tile % tiles_a_row * TILE + within
+            inside = column < columns
+            place = tile * TILE + within
             for distance in tl.static_range(1, RANKS):
-                place = (turn * (RANKS - 1) + distance - 1) * capacity + at
                 source = (RANK + distance) % RANKS
-                bits = received(own + place, at < count, fault, source, LIMIT)
-                there = out + source * count + at
-                tl.store(there, bits.to(out.dtype.element_ty, bitcast=True), mask=at < count)
-            clear(at, None, own, turn, capacity, RANKS)
+                at = own + (turn * (RANKS - 1) + distance - 1) * capacity + place
+                bits = received(at, inside, fault, source, LIMIT)
+                there = out + row * row_stride + source * rank_stride + column
+                tl.store(there, bits.to(out.dtype.element_ty, bitcast=True), mask=inside)
+            clear(place, None, own, turn, capacity, RANKS)
             next_turn(turns, tile, turn)
 
 
@@ -118,28 +121,32 @@ def _reduce_scatter(
 
 
 def all_gather(
-    x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES, out: Tensor | None = None
-) -> Tensor:
-    """Return x of every rank, [ranks, ...].
+    x: Tensor,
+    out: Tensor,
+    buffers: PeerBuffers,
+    stages: int = ALL_STAGES,
+) -> None:
+    """Copy x of every rank to ``out``.
 
     Args:
-        x: contiguous; ``buffers.fits(x)``.
+        x: [R, N], contiguous; ``rows_that_fit(x, buffers)`` is at least R.
+        out: [R, ranks, N], any strides but of the last dimension.
         buffers: the group's buffers.
         stages: stages to run; all but for tests.
-        out: the result's tensor, for tests that run the stages one by one.
     """
-    if out is None:
-        out = x.new_empty(buffers.ranks, *x.shape)
-    count = x.numel()
+    rows, columns = x.shape
     capacity, tile = buffers.words(x)
-    if count:
-        _all_gather[(min(cdiv(count, tile), PROGRAMS_MAX),)](
+    if x.numel():
+        _all_gather[(min(rows * cdiv(columns, tile), PROGRAMS_MAX),)](
             x,
             out,
             buffers.peers,
             buffers.turns,
             buffers.fault,
-            count,
+            rows,
+            columns,
+            out.stride(0),
+            out.stride(1),
             capacity,
             RANK=buffers.rank,
             RANKS=buffers.ranks,
@@ -149,7 +156,14 @@ def all_gather(
             num_warps=warps_for(tile),
             **dependent_launch.options(),
         )
-    return out
+
+
+def rows_that_fit(x: Tensor, buffers: PeerBuffers) -> int:
+    """Return how many rows of x [R, N] can be sent in one call."""
+    if x.dtype not in SENT_DTYPES or not x.shape[1]:
+        return 0
+    capacity, tile = buffers.words(x)
+    return capacity // (cdiv(x.shape[1], tile) * tile)
 
 
 def reduce_scatter(x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES) -> Tensor:

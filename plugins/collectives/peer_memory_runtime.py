@@ -21,9 +21,10 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, Quantized, Worker
 from glowplug.kernels.collectives.add_norm import add_rms_norm
 from glowplug.kernels.collectives.all_reduce import one_shot, two_shot
-from glowplug.kernels.collectives.gather import all_gather, reduce_scatter
+from glowplug.kernels.collectives.gather import all_gather, reduce_scatter, rows_that_fit
 from glowplug.kernels.collectives.push import (
     EMPTY_BITS,
+    SENT_DTYPES,
     PeerBuffers,
     buffer_words,
     peer_buffers,
@@ -121,18 +122,40 @@ class PeerGroup:
         self.small, self.large, self.terms, self.sums, self.gather, self.norm = found
 
     def all_reduce(self, x: Tensor) -> Tensor | None:
-        """Return the sum of contiguous x over the ranks; None if no buffer fits x."""
+        """Return the sum of contiguous x over the ranks; None if NCCL is to compute it.
+
+        Two ranks send large tensors in pieces, so that they need no buffers of NCCL (870 MB for two
+        H200).
+        """
         for buffers in (self.small, self.large):
             if buffers is not None and buffers.fits(x):
                 return one_shot(x, buffers)
         if self.terms is not None and self.sums is not None and self.terms.fits(x, self.ranks):
             return two_shot(x, self.terms, self.sums)
-        return None
+        whole = self.large or self.small
+        if self.ranks > 2 or whole is None or x.dtype not in SENT_DTYPES:
+            return None
+        pieces = x.view(-1).split(whole.words(x)[0])
+        return torch.cat([one_shot(piece, whole) for piece in pieces]).view(x.shape)
 
-    def all_gather(self, x: Tensor) -> Tensor | None:
-        """Return contiguous x of every rank, [ranks, ...]; None if no buffer fits x."""
-        fits = self.gather is not None and self.gather.fits(x)
-        return all_gather(x, self.gather) if fits and self.gather is not None else None
+    def all_gather(self, x: Tensor, side_by_side: bool) -> Tensor | None:
+        """Return contiguous x [R, N] of every rank; None if NCCL is to gather it.
+
+        Args:
+            x: this rank's rows.
+            side_by_side: the result is [R, ranks * N] instead of [ranks * R, N].
+        """
+        buffers = self.gather
+        step = 0 if buffers is None else rows_that_fit(x, buffers)
+        if buffers is None or not step or (self.ranks > 2 and len(x) > step):
+            return None
+        rows, columns = x.shape
+        shape = (rows, self.ranks, columns) if side_by_side else (self.ranks, rows, columns)
+        every = x.new_empty(shape)
+        by_row = every if side_by_side else every.transpose(0, 1)
+        for start in range(0, rows, step):
+            all_gather(x[start : start + step], by_row[start : start + step], buffers)
+        return every.flatten(1) if side_by_side else every.flatten(0, 1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor | None:
         """Return this rank's rows of the sum of contiguous x; None if no buffer fits."""
@@ -238,10 +261,13 @@ class PeerMemory(Nccl):
 
     def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor:
         peers = self._peer_of.get(axis)
-        every = None if peers is None else peers.all_gather(x.contiguous())
-        if every is None:
-            return super().all_gather(x, axis, dim)
-        return every.flatten(0, 1) if dim == 0 else torch.cat(every.unbind(0), dim)
+        last = dim in (-1, x.dim() - 1) and x.dim() > 1
+        if peers is not None and x.dim() and (dim == 0 or last and x.dim() == 2):
+            flat = x.contiguous().view(len(x), -1)
+            every = peers.all_gather(flat, side_by_side=last)
+            if every is not None:
+                return every if last else every.view(-1, *x.shape[1:])
+        return super().all_gather(x, axis, dim)
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
         peers = self._peer_of.get(axis)

@@ -124,11 +124,13 @@ def test_gather_and_scatter(ranks: int, shape: tuple[int, ...]) -> None:
     group = Group.of(ranks, 128, 64)
     for call in range(4):
         given = numbers(ranks, *shape, seed=call)
-        found = [torch.zeros(ranks, *shape, dtype=HALF) for _ in range(ranks)]
+        found = [torch.zeros(ranks, x.numel(), dtype=HALF) for x in given]
         for stage in (SEND, SUM):
             for rank, x in enumerate(given):
-                gather.all_gather(x, group.buffers[rank], stage, found[rank])
-        assert all(torch.equal(one, torch.stack(given)) for one in found)
+                whole = found[rank].unsqueeze(0)
+                gather.all_gather(x.view(1, -1), whole, group.buffers[rank], stage)
+        wanted = torch.stack([x.flatten() for x in given])
+        assert all(torch.equal(one, wanted) for one in found)
         terms = numbers(ranks, ranks * shape[0], *shape[1:], seed=call)
         for x, own in zip(terms, group.buffers):
             gather.reduce_scatter(x, own, SEND)
@@ -260,3 +262,26 @@ def test_tokens_reach_their_experts_and_return(
                 x.float() * factors.sum(-1, keepdim=True) + beside[rank][: counts[rank]].float()
             )
             torch.testing.assert_close(sums.float(), wanted, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("columns", [1, 60, 64, 130])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_rows_are_gathered_side_by_side(columns: int, dtype: torch.dtype) -> None:
+    ranks, rows = 3, 4
+    group = Group.of(ranks, 4096, 128)
+    for call in range(4):
+        given = numbers(ranks, rows, columns, seed=call, dtype=dtype)
+        found = [torch.zeros(rows, ranks, columns, dtype=dtype) for _ in range(ranks)]
+        for stage in (SEND, SUM):
+            for rank, x in enumerate(given):
+                gather.all_gather(x, found[rank], group.buffers[rank], stage)
+        assert all(torch.equal(one, torch.stack(given, 1)) for one in found)
+
+
+def test_rows_that_fit_fill_whole_tiles() -> None:
+    (buffers,) = Group.of(2, 1024, 128).buffers[:1]
+    assert gather.rows_that_fit(torch.empty(9, 128, dtype=HALF), buffers) == 8
+    assert gather.rows_that_fit(torch.empty(9, 129, dtype=HALF), buffers) == 4
+    assert gather.rows_that_fit(torch.empty(9, 64), buffers) == 8
+    assert gather.rows_that_fit(torch.empty(9, 2000, dtype=HALF), buffers) == 0
+    assert gather.rows_that_fit(torch.empty(9, 64, dtype=torch.int64), buffers) == 0

@@ -95,7 +95,7 @@ def test_another_component_than_the_first_is_shown_unless_the_device_is_the_reas
     ranks = planned(
         {**half, "parallel": [{"use": "tensor", "size": 2}]}, hardware=read_sheet("8xh200")
     )
-    assert "graphs.use" in shown(ranks)
+    assert "graphs.use" not in shown(ranks) and "collectives.use" in shown(ranks)
 
 
 def test_a_device_that_is_not_used_is_shown(planned: Planner) -> None:

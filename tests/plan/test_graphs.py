@@ -142,13 +142,13 @@ def test_either_way_out_of_a_list_above_the_default_captures(
     assert decided(plan)["graphs.batch_sizes"][0] == followed["graphs"]["batch_sizes"][:1]
 
 
-def test_several_ranks_run_eagerly_and_the_plan_gives_the_reason(planned: Any) -> None:
+def test_steps_of_several_ranks_are_captured(planned: Any) -> None:
     plan = planned(
         {"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}]},
         hardware=read_sheet("8xh200"),
     )
-    assert plan.choice("graphs").name == "eager"
-    assert "steps of 2 ranks use collectives" in decided(plan)["graphs.use"][2]
+    assert plan.choice("graphs").name == "cuda_graph"
+    assert plan.sizes.pass_tokens == tuple(decided(plan)["graphs.prefill_tokens"][0])
 
 
 def test_small_steps_with_prompts_are_captured_too(planned: Any) -> None:
@@ -227,11 +227,11 @@ def test_token_counts_that_leave_nothing_are_refused(
     assert field in found and reason in found[field].reason, found
 
 
-def test_several_ranks_are_refused_passes(refused: Any) -> None:
+def test_ranks_that_exchange_tokens_are_refused_passes(refused: Any) -> None:
     found = refused(
         {
             "dtype": "bfloat16",
-            "parallel": [{"use": "tensor", "size": 2}],
+            "parallel": [{"use": "tensor", "size": 2}, {"use": "dp_attention", "size": 2}],
             "graphs": {"use": "cuda_graph", "prefill": True},
         },
         hardware=read_sheet("8xh200"),

@@ -48,18 +48,15 @@ def test_one_rank_has_it_by_default_and_the_plan_gives_the_reason(planned: Any, 
 
 
 @pytest.mark.parametrize("value", [None, "auto"])
-def test_several_ranks_do_not_and_the_plan_gives_the_reason(planned: Any, value: Any) -> None:
+def test_several_ranks_use_them_like_one(planned: Any, value: Any) -> None:
     memory = {} if value is None else {"growing_segments": value}
     plan = planned(
         {"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}], "memory": memory},
         hardware=read_sheet("8xh200"),
     )
     found, by, why = decided(plan)[PATH]
-    assert (
-        plan.expandable_segments is False
-        and (found, by) == (False, "size")
-        and "the plan has 2" in why
-    )
+    assert plan.expandable_segments is True
+    assert (found, by) == (True, "size") and "the KV cache gets more" in why
 
 
 @pytest.mark.parametrize("offered", [False, True])

@@ -36,7 +36,7 @@ def test_sampled_tokens_only_is_possible_on_a_cpu(planned) -> None:
 
 ALL: dict[str, dict[str, Any]] = {
     "drafts": {"speculative": {"use": "nextn", "steps": 2}},
-    "ranks": {"parallel": [{"use": "tensor", "size": 2}]},
+    "ranks": {"parallel": [{"use": "tensor", "size": 2}, {"use": "dp_attention", "size": 2}]},
 }
 
 

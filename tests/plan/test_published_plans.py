@@ -116,8 +116,8 @@ PAGE_PLANS: dict[str, Values] = {
         "mesh.tp": 8,
         "model.family": "deepseek_v3",
         "quantization.use": "block_fp8",
-        "collectives.use": "nccl",
-        "graphs.use": "eager",
+        "collectives.use": "peer_memory",
+        "graphs.use": "cuda_graph",
     },
     "--model-path MODEL --tp 1 --disable-radix-cache --max-running-requests 64": {
         "ranks": 1,
@@ -294,6 +294,10 @@ OTHERS: dict[str, tuple[str, Values]] = {
             "cache.use": "none",
         },
     ),
+    "--tp 8 --cuda-graph-max-bs 1 --torch-compile-max-bs 1": (
+        V3,
+        {"mesh.tp": 8, "graphs.use": "cuda_graph", "graphs.batch_sizes": [1]},
+    ),
     "--tp 8 --torch-compile-max-bs 1 --disable_cuda_graph": (
         V3,
         {"mesh.tp": 8, "graphs.use": "eager", "--torch-compile-max-bs": "no effect"},
@@ -378,10 +382,6 @@ OTHERS_REFUSED: dict[str, tuple[str, dict[str, str]]] = {
             "speculative.draft_tokens": "a chain of 2 steps verifies 3",
         },
     ),
-    "--tp 8 --cuda-graph-max-bs 1 --torch-compile-max-bs 1": (
-        V3,
-        {"graphs.use": "steps of 8 ranks use collectives"},
-    ),
     "--tp 14 --dist-init-addr 10.0.0.1:5000 --nnodes 2 --node-rank 0 --enable-torch-compile": (
         V3,
         {"parallel.0.size": "does not split over 14 ranks"},
@@ -436,7 +436,7 @@ COMPANIONS: dict[str, str] = {
 WRITTEN: Values = {"m": LITE, "d": SLICE, "k": "***", "deepseek-r1": "deepseek_r1"}
 #: flags of the recipes -> values of the plan that follow from them
 FOLLOWING: dict[str, Values] = {
-    "--tp 8": {"ranks": 8, "mesh.tp": 8, "collectives.use": "nccl"},
+    "--tp 8": {"ranks": 8, "mesh.tp": 8, "collectives.use": "peer_memory"},
     "--tp 1": {"ranks": 1, "parallel.0.use": "single"},
     "--enable-ep-moe --ep-size 8": {"ranks": 8, "mesh.ep": 8},
     "--ep-size 4 --dp 8 --tp-size 8": {"ranks": 8, "mesh.ep": 4, "mesh.dp": 8},
