@@ -262,7 +262,7 @@ class PeerMemory(Nccl):
     def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor:
         peers = self._peer_of.get(axis)
         last = dim in (-1, x.dim() - 1) and x.dim() > 1
-        if peers is not None and x.dim() and (dim == 0 or last and x.dim() == 2):
+        if peers is not None and x.numel() and (dim == 0 or last and x.dim() == 2):
             flat = x.contiguous().view(len(x), -1)
             every = peers.all_gather(flat, side_by_side=last)
             if every is not None:
