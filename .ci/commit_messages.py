@@ -26,6 +26,8 @@ BODY_COLUMNS = 100
 FILES_WITHOUT_BODY = 30
 #: subjects that begin with these words need a body: what was wrong, or why it is given up
 REASON_WORDS = frozenset("disable fix ignore pin revert undo work".split())
+#: subjects that begin with these words give their reason, however many files they touch
+OBVIOUS_WORDS = frozenset("format move regenerate rename reword".split())
 #: verbs of subjects that are nouns or adjectives at the head of a docstring: not in verbs.txt
 SUBJECT_VERBS = frozenset(
     """
@@ -88,7 +90,7 @@ def body_faults(subject: str, body: list[str], files: list[str]) -> Iterator[str
     first = subject.split(maxsplit=1)[0]
     if first.lower() in REASON_WORDS:
         yield f"a subject that begins with {first!r} needs a body with the reason"
-    elif len(code) > FILES_WITHOUT_BODY:
+    elif len(code) > FILES_WITHOUT_BODY and first.lower() not in OBVIOUS_WORDS:
         yield (
             f"{len(code)} files outside tests/ and docs/ change: give the reason in a body "
             f"(from {FILES_WITHOUT_BODY + 1} files on)"

@@ -62,6 +62,17 @@ class RankClock:
         return self.now
 
 
+def check_exchanges(collectives: Collectives) -> None:
+    """Raise the error of an exchange that has failed on the device, if the collectives notice any.
+
+    Raises:
+        CollectiveError: a kernel has waited for another rank in vain.
+    """
+    check: Callable[[], None] | None = getattr(collectives, "check", None)
+    if check is not None:
+        check()
+
+
 class Engine:
     """One rank's engine. Not thread-safe: one thread calls ``turn``.
 
@@ -111,7 +122,6 @@ class Engine:
         self.observers = tuple(observers)
         self._closing = list(closing)
         self.controls = RankControls({"flush": self._flush, **(controls or {})}, collectives, ranks)
-        self._check: Callable[[], None] | None = getattr(collectives, "check", None)
         self._router = parallel.router()
         self.sends_outputs = leads if self._router is None else self._router.leads
         self._load = 0  # sequences of all groups at the last agreement; 0 without groups
@@ -329,8 +339,7 @@ class Engine:
     def _commit(self, inflight: InFlight) -> list[Outbound]:
         """Wait for a step, commit it, and return its outputs; an idle step has none."""
         result = inflight.wait()
-        if self._check is not None:
-            self._check()
+        check_exchanges(self.collectives)
         self._busy_timer.done()
         if inflight.batch.mode is Mode.IDLE:
             return []

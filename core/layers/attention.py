@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.layers.linear import Linear, Part
+from glowplug.core.layers.linear import Linear, Part, Terms
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.norm import RmsNorm
-from glowplug.core.protocols import PartialSum, Parts, RopeRows
+from glowplug.core.protocols import RopeRows
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Ends
 from glowplug.core.step.to_device import rows_at
@@ -172,7 +172,7 @@ class MlaAttention(Module):
         both = latent.mm(self._kv_weight).view(-1, self.heads, self.nope_dim + self.v_dim)
         return both[..., : self.nope_dim], both[..., self.nope_dim :]
 
-    def forward(self, x: Any, at: object) -> Tensor | Parts | PartialSum:
+    def forward(self, x: Any, at: object) -> Terms:
         """Run the layer and fill the cache.
 
         Args:
@@ -242,7 +242,7 @@ class MlaAttention(Module):
 
     def forward_ends(
         self, x: Any, at: object, kv_slots: Tensor, ends: Ends, ends_at: object
-    ) -> Tensor | Parts | PartialSum:
+    ) -> Terms:
         """Store the keys of all tokens, then attend for E end tokens only.
 
         The planned step has the end tokens as E rows that decode one token each.
@@ -298,10 +298,9 @@ class MhaAttention(Module):
         self.heads = self._split[0]
         self.kv_heads = self._split[1]
         self.o_proj = _output(context, f"{name}.o_proj", heads, head_dim, hidden, bias)
-        self._project = self.o_proj.forward_parts if context.sums_in_norm else self.o_proj.forward
         self.input_format = self.qkv.input_format
 
-    def forward(self, x: Any, at: object) -> Tensor | Parts | PartialSum:
+    def forward(self, x: Any, at: object) -> Terms:
         """Run the layer and fill the cache: x [T, hidden] -> [T, hidden].
 
         Args:
@@ -314,7 +313,7 @@ class MhaAttention(Module):
             dim=1,
         )
         q, k = self._rope(q, k, at)
-        return self._project(
+        return self.o_proj.forward_in_norm(
             self._at_split_point(self._attend, (q, k, v), self.heads * self.head_dim)
         )
 

@@ -8,17 +8,15 @@ from torch import Tensor
 
 from glowplug.core.layers.attention import MhaAttention, MlaAttention
 from glowplug.core.layers.embedding import Embedding, LmHead, TiedHead
+from glowplug.core.layers.linear import Terms
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Moe
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.layers.rope import Rope
-from glowplug.core.protocols import PartialSum, Parts
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Batch, Ends
 from glowplug.core.step.to_device import rows_at
-
-Terms = Tensor | Parts | PartialSum  #: hidden states [T, hidden], or terms that the next norm sums
 
 
 class DecoderLayer(Module):

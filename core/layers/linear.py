@@ -29,6 +29,9 @@ from glowplug.core.protocols.build_context import BuildContext
 
 FORMAT_PLAIN = "plain"
 
+#: hidden states [T, hidden], or terms that the next norm sums
+Terms = Tensor | Parts | PartialSum
+
 
 class Both(NamedTuple):
     """Activations both plain and in a linear layer's format, for layers that read both.
@@ -91,6 +94,8 @@ class Linear(Module):
             or a ``PartialSum`` for a norm that sums them.
     """
 
+    _sums_in_norm = False  #: the next norm sums over the ranks
+
     def __init__(
         self,
         context: BuildContext,
@@ -114,7 +119,7 @@ class Linear(Module):
         self.partial = (columns.axis,) if columns.reduce and not reduce else ()
         self._collectives = context.collectives if columns.reduce and reduce else None
         self._axis = columns.axis
-        self.forward_parts: Callable[[Any], Tensor | Parts | PartialSum] = self.forward
+        self.forward_parts: Callable[[Any], Terms] = self.forward
         if len(self.methods) == 1:
             self._bind(self.methods[0], context)
 
@@ -131,7 +136,8 @@ class Linear(Module):
             self.forward = method.apply  # type: ignore[method-assign]
             self.forward_parts = self._terms
         elif context.sums_in_norm:
-            self.forward_parts = self._partial_sum
+            self._sums_in_norm = True
+            self.forward_parts = self.forward_in_norm
 
     def _rows(self, part: Part) -> Shard:
         """Return this rank's rows of ``part``."""
@@ -210,9 +216,14 @@ class Linear(Module):
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return y if self._collectives is None else self._collectives.all_reduce(y, self._axis)
 
-    def _partial_sum(self, x: Tensor | Quantized) -> PartialSum:
-        """Return this rank's term of [T, sum(outputs)], for a norm that sums over the ranks."""
-        return PartialSum(self._terms(x), self._axis)
+    def forward_in_norm(self, x: Tensor | Quantized) -> Terms:
+        """Return [T, sum(outputs)], for a norm that computes the sum over the ranks if it can.
+
+        The result is a ``PartialSum`` if ranks have to be summed and norms do so.
+        """
+        if self._sums_in_norm:
+            return PartialSum(self._terms(x), self._axis)
+        return self.forward(x)
 
     def dense(self) -> Tensor:
         """Return the weight [sum(outputs), inputs] in the compute dtype; after ``finalize``."""

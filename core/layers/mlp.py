@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from glowplug.core.layers.linear import Linear, Part, producer
+from glowplug.core.layers.linear import Linear, Part, Terms, producer
 from glowplug.core.layers.module import Module
-from glowplug.core.protocols import PartialSum, Parts
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Batch
 
@@ -53,13 +50,13 @@ class Mlp(Module):
             input_role="row",
             reduce=reduce,
         )
-        # the sum over the ranks may be left to the next layer's norm
-        in_norm = reduce and context.sums_in_norm and not context.parallel.moves_tokens
-        self._down = self.down.forward_parts if in_norm else self.down.forward
+        # the sum over the ranks may be left to the next norm, unless tokens move before it
+        moves = context.parallel.moves_tokens
+        self._down = self.down.forward if moves else self.down.forward_in_norm
         self._activate = producer(context.ops, "silu_and_mul", self.down)
         self.input_format = self.gate_up.input_format
 
-    def forward(self, x: Any, batch: Batch | None = None) -> Tensor | Parts | PartialSum:
+    def forward(self, x: Any, batch: Batch | None = None) -> Terms:
         """Return [T, hidden] of x [T, hidden], plain or in ``input_format``.
 
         It is a ``PartialSum`` if the next norm sums over the ranks.

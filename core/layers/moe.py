@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.core.layers.linear import FORMAT_PLAIN, Both, agreed_format, both_formats, caster
+from glowplug.core.layers.linear import (
+    FORMAT_PLAIN,
+    Both,
+    Terms,
+    agreed_format,
+    both_formats,
+    caster,
+)
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module, Target
 from glowplug.core.protocols import (
@@ -220,21 +227,16 @@ class Moe(Module):
         self.gate = Gate(context, f"{name}.gate", sizes)
         fused_shared = self._fused_shared_count(context, name, sizes)
         self.gate.fused_shared = fused_shared
-        self._exchange = context.parallel.expert_exchange(name, sizes.experts)
-        self.exchanges = self._exchange is not None
-        stays = not (self.exchanges or context.parallel.moves_tokens)
-        # the results go straight to the next norm, which sums them over the ranks
-        self._in_norm = stays and context.sums_in_norm
+        self._set_exchange(context, name, sizes)
         shared_name = f"{name}.shared_experts"
         separate = sizes.shared > 0 and not fused_shared
-        alone = context.worker.ranks == 1
         self.experts = Experts(
             context,
             f"{name}.experts",
             sizes,
             fused_shared,
             shared_name if fused_shared else "",
-            parts=context.ops.adds_parts and (alone or self._in_norm) and not separate,
+            parts=self._gives_parts and not separate,
         )
         self.shared: Mlp | None = None
         if separate:
@@ -242,6 +244,16 @@ class Moe(Module):
         early = fused_shared > 0 and self.gate.sets_ready
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
         self._set_input_format(context)
+
+    def _set_exchange(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
+        """Set the exchange of tokens between ranks, and what is left to the next norm."""
+        self._exchange = context.parallel.expert_exchange(name, sizes.experts)
+        self.exchanges = self._exchange is not None
+        stays = not (self.exchanges or context.parallel.moves_tokens)
+        # the results go straight to the next norm, which sums them over the ranks
+        self._in_norm = stays and context.sums_in_norm
+        alone = context.worker.ranks == 1
+        self._gives_parts = context.ops.adds_parts and (alone or self._in_norm)
 
     def _set_input_format(self, context: BuildContext) -> None:
         """Set ``input_format``, and the cast of plain activations to the experts' format.
@@ -282,7 +294,7 @@ class Moe(Module):
             and width.size * width.parts == width.full
         )
 
-    def forward(self, x: Tensor | Both, batch: Batch | None = None) -> Tensor | Parts | PartialSum:
+    def forward(self, x: Tensor | Both, batch: Batch | None = None) -> Terms:
         """Return [T, hidden] of x [T, hidden], or terms that the next layer's norm sums."""
         if isinstance(x, Both):
             weights, ids = self.gate.forward(x.plain)
@@ -300,9 +312,7 @@ class Moe(Module):
             return self._exchanged(self._exchange, x, ids, weights, batch)
         return self._mixed(x if self._cast is None else self._cast(x), ids, weights)
 
-    def _mixed(
-        self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor
-    ) -> Tensor | Parts | PartialSum:
+    def _mixed(self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Terms:
         """Run the routed and shared experts on ``cast`` and sum the results over ranks."""
         local = ids if self.experts.count == self.gate.sizes.experts else self._local(ids)
         y = self.experts.forward(cast, local, weights)
@@ -332,7 +342,7 @@ class Moe(Module):
             else exchange.combine(y).add_(shared)
         )
 
-    def _summed(self, y: Tensor | Parts) -> Tensor | Parts | PartialSum:
+    def _summed(self, y: Tensor | Parts) -> Terms:
         """Return y summed over the ranks, or as a term of the sum that the next norm computes."""
         axes = self.experts.partial
         if self._in_norm and len(axes) == 1:

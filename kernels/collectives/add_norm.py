@@ -45,7 +45,6 @@ def _add_norm(
     fault,
     x_stride,
     ids_stride,
-    residual_stride,
     size,
     scale_stride,
     capacity,
@@ -80,7 +79,7 @@ def _add_norm(
     if STAGES & 1:
         push(bits_of(mine), at, inside, peers, turn, capacity, total, RANK, RANKS)
     if STAGES & 2:
-        before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        before = tl.load(residual + row * size + column, mask=inside, other=0.0)
         value = sum_of_ranks(mine, at, inside, own, turn, capacity, fault, RANK, RANKS, LIMIT)
         # the sum is rounded as an all-reduce rounds it
         value = value.to(mine.dtype).to(tl.float32) + before.to(tl.float32)
@@ -110,7 +109,7 @@ def add_rms_norm(
     *,
     ids: Tensor | None = None,
     plain: Tensor | None = None,
-    quantized: tuple[Tensor, Tensor] | None = None,
+    quantized: tuple[Tensor, Tensor | None] | None = None,
     stages: int = ALL_STAGES,
 ) -> Tensor:
     """Sum x over the ranks, add the residual, and write the norm of the sum.
@@ -120,7 +119,7 @@ def add_rms_norm(
         residual: [T, N], equal on all ranks.
         weight: [N].
         eps: epsilon of the norm.
-        buffers: the group's buffers, with a tile for each row: T * tile <= capacity.
+        buffers: the group's buffers, with a tile of N, padded to a power of two, for each row.
         ids: int [T, K]; rows of x with negative ids do not count.
         plain: receives the norm, [T, N].
         quantized: receives the norm as E4M3 values [T, N] and float32 scales.
@@ -130,42 +129,40 @@ def add_rms_norm(
         The sum with the residual, [T, N].
     """
     x = rows_of(x)
-    before = rows_of(residual)
-    rows, size = before.shape
-    total = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
+    residual = residual.contiguous()
+    rows, size = residual.shape
+    topk = 0 if ids is None else ids.shape[1]
+    total = torch.empty_like(residual)
     groups = next_power_of_2(cdiv(size, FP8_BLOCK))
-    assert buffers.tile >= groups * FP8_BLOCK, "a row needs a tile of its padded size"
-    values, scales = (None, None) if quantized is None else quantized
     if rows:
         _add_norm[(rows,)](
             x,
             ids,
-            before,
+            residual,
             weight,
             total,
             plain,
-            values,
-            scales,
+            *(quantized or (None, None)),
             buffers.peers,
             buffers.turns,
             buffers.fault,
             x.stride(0),
-            0 if ids is None else ids.stride(0),
-            before.stride(0),
+            _stride(ids, 0),
             size,
-            0 if scales is None else scales.stride(1),
+            _stride(quantized and quantized[1], 1),
             buffers.capacity,
             eps,
             GROUPS=groups,
-            SUMMED_ROWS=0 if ids is None else ids.shape[1],
+            SUMMED_ROWS=topk,
             PLAIN=plain is not None,
             QUANTIZED=quantized is not None,
-            RANK=buffers.rank,
-            RANKS=buffers.ranks,
             TILE=buffers.tile,
-            STAGES=stages,
-            LIMIT=buffers.limit,
-            num_warps=warps_for(groups * FP8_BLOCK),
-            **dependent_launch.options(),
+            num_warps=warps_for(buffers.tile),
+            **buffers.constants(stages),
         )
     return total
+
+
+def _stride(x: Tensor | None, dim: int) -> int:
+    """Return the stride of x in a dimension; 0 for None."""
+    return 0 if x is None else x.stride(dim)

@@ -158,13 +158,9 @@ def one_shot(x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES) -> Tenso
             buffers.fault,
             count,
             capacity,
-            RANK=buffers.rank,
-            RANKS=buffers.ranks,
             TILE=tile,
-            STAGES=stages,
-            LIMIT=buffers.limit,
             num_warps=warps_for(tile),
-            **dependent_launch.options(),
+            **buffers.constants(stages),
         )
     return out
 
@@ -199,13 +195,9 @@ def two_shot(
             terms.fault,
             count,
             capacity,
-            RANK=terms.rank,
-            RANKS=terms.ranks,
             TILE=tile,
-            STAGES=stages,
-            LIMIT=terms.limit,
             num_warps=warps_for(tile),
-            **dependent_launch.options(),
+            **terms.constants(stages),
         )
     return out
 

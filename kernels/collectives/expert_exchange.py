@@ -241,12 +241,7 @@ def dispatch(
     tokens, hidden = x.shape
     topk = ids.shape[1]
     assert hidden % 2 == 0 and row_words(hidden, topk) <= buffers.tile, "a token needs a tile"
-    if out is None:
-        out = Dispatched(
-            x.new_empty(buffers.ranks * rows, hidden),
-            torch.empty(buffers.ranks * rows, topk, dtype=torch.int32, device=x.device),
-            torch.empty(buffers.ranks * rows, topk, dtype=torch.float32, device=x.device),
-        )
+    out = out or _empty(buffers.ranks * rows, hidden, topk, x)
     if rows:
         _dispatch[(rows,)](
             x,
@@ -269,14 +264,19 @@ def dispatch(
             BLOCK=next_power_of_2(hidden),
             BLOCK_K=next_power_of_2(topk),
             PITCH=buffers.tile,
-            RANK=buffers.rank,
-            RANKS=buffers.ranks,
-            STAGES=stages,
-            LIMIT=buffers.limit,
             num_warps=warps_for(hidden),
-            **dependent_launch.options(),
+            **buffers.constants(stages),
         )
     return out
+
+
+def _empty(rows: int, hidden: int, topk: int, like: Tensor) -> Dispatched:
+    """Allocate ``rows`` dispatched tokens in the dtype and on the device of ``like``."""
+    return Dispatched(
+        like.new_empty(rows, hidden),
+        torch.empty(rows, topk, dtype=torch.int32, device=like.device),
+        torch.empty(rows, topk, dtype=torch.float32, device=like.device),
+    )
 
 
 def combine(
@@ -330,12 +330,8 @@ def combine(
             BLOCK=next_power_of_2(hidden),
             BLOCK_K=next_power_of_2(topk),
             PITCH=buffers.tile,
-            RANK=buffers.rank,
-            RANKS=buffers.ranks,
-            STAGES=stages,
-            LIMIT=buffers.limit,
             num_warps=warps_for(hidden),
-            **dependent_launch.options(),
+            **buffers.constants(stages),
         )
     return out
 

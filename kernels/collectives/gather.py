@@ -148,13 +148,9 @@ def all_gather(
             out.stride(0),
             out.stride(1),
             capacity,
-            RANK=buffers.rank,
-            RANKS=buffers.ranks,
             TILE=tile,
-            STAGES=stages,
-            LIMIT=buffers.limit,
             num_warps=warps_for(tile),
-            **dependent_launch.options(),
+            **buffers.constants(stages),
         )
 
 
@@ -189,12 +185,8 @@ def reduce_scatter(x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES) ->
             buffers.fault,
             count,
             capacity,
-            RANK=buffers.rank,
-            RANKS=buffers.ranks,
             TILE=tile,
-            STAGES=stages,
-            LIMIT=buffers.limit,
             num_warps=warps_for(tile),
-            **dependent_launch.options(),
+            **buffers.constants(stages),
         )
     return out

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
+
+from glowplug.kernels.launch import dependent_launch
 
 BUFFERS = 3  #: receiving buffers that take turns
 #: two negative zeros in bfloat16 or float16, as int32; in float32 a negative subnormal number
@@ -66,6 +69,20 @@ class PeerBuffers:
     def fits(self, x: Tensor, ranks: int = 1) -> bool:
         """Return whether ``ranks`` equal parts of x can be sent in one call."""
         return x.dtype in SENT_DTYPES and x.numel() * x.element_size() <= 2 * self.capacity * ranks
+
+    def constants(self, stages: int) -> dict[str, Any]:
+        """Return the constants and launch options that all kernels over these buffers take.
+
+        Args:
+            stages: the kernel's stages to run.
+        """
+        return {
+            "RANK": self.rank,
+            "RANKS": self.ranks,
+            "STAGES": stages,
+            "LIMIT": self.limit,
+            **dependent_launch.options(),
+        }
 
     def words(self, x: Tensor) -> tuple[int, int]:
         """Return (capacity, tile) in numbers of x's dtype."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,22 +29,51 @@ from glowplug.kernels.collectives.push import (
     buffer_words,
     peer_buffers,
 )
+from glowplug.kernels.formats.fp8_block import FP8_INPUT
 from glowplug.kernels.formats.fp8_triton import empty_quantized
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.collectives.peer_memory import PeerMemoryOptions
 from glowplug.plugins.collectives.peer_sizes import PeerSizes, peer_sizes
 from glowplug.plugins.collectives.torch_distributed_runtime import Nccl
-from glowplug.plugins.ops.triton_ops_runtime import FP8
 
 logger = logging.getLogger("glowplug")
 NORM_DTYPES = frozenset({torch.bfloat16, torch.float16})  #: dtypes of sums fused with a norm
-#: input format of a norm's readers -> (results in the activation dtype, quantised results)
-NORM_FORMATS = {
-    FORMAT_PLAIN: (True, False),
-    FP8: (False, True),
-    both_formats(FP8): (True, True),
-}
 ALIGNMENT = 128  #: words; each kind of buffers begins at a multiple of it
+
+
+class NormResult(NamedTuple):
+    """The form of a norm's results.
+
+    Attributes:
+        plain: they are stored in the activation dtype.
+        quantized: they are stored as E4M3 values and scales.
+    """
+
+    plain: bool
+    quantized: bool
+
+    def empty(self, like: Tensor) -> Tensor | Quantized | Both:
+        """Allocate the results for rows of the shape of ``like`` [T, hidden]."""
+        if not self.quantized:
+            return torch.empty_like(like)
+        rows, size = like.shape
+        cast = Quantized(*empty_quantized(rows, size, like.device))
+        return Both(torch.empty_like(like), cast) if self.plain else cast
+
+    @staticmethod
+    def tensors(result: Tensor | Quantized | Both) -> tuple[Tensor | None, Quantized | None]:
+        """Return the plain and the quantised tensors of a result."""
+        if isinstance(result, Both):
+            return result.plain, result.cast
+        return (None, result) if isinstance(result, Quantized) else (result, None)
+
+
+#: input format of a norm's readers -> the form of its results
+NORM_FORMATS = {
+    FORMAT_PLAIN: NormResult(plain=True, quantized=False),
+    FP8_INPUT: NormResult(plain=False, quantized=True),
+    both_formats(FP8_INPUT): NormResult(plain=True, quantized=True),
+}
 
 
 class Alarm:
@@ -282,7 +311,6 @@ class PeerMemory(Nccl):
             add_norm: norm with residual and results in this format, for sums that no buffer fits.
         """
         kind = NORM_FORMATS.get(input_format)
-        plain, quantized = kind or (False, False)
 
         def reduce(
             terms: Tensor | Parts, axis: str, residual: Tensor, weight: Tensor, eps: float
@@ -290,21 +318,16 @@ class PeerMemory(Nccl):
             rows, ids = terms if isinstance(terms, Parts) else (terms, None)
             peers = self._peer_of.get(axis)
             buffers = peers.norm_buffers(residual) if peers is not None and kind else None
-            if buffers is None:
+            if kind is None or buffers is None:
                 whole = rows if ids is None else moe_sum(rows, ids)
-                return add_norm(  # type: ignore[no-any-return]
-                    self.all_reduce(whole.to(residual.dtype), axis), residual, weight, eps
-                )
-            normed = torch.empty_like(residual) if plain else None
-            count, size = residual.shape
-            pair = empty_quantized(count, size, residual.device) if quantized else None
+                total = self.all_reduce(whole.to(residual.dtype), axis)
+                return add_norm(total, residual, weight, eps)  # type: ignore[no-any-return]
+            result = kind.empty(residual)
+            plain, quantized = kind.tensors(result)
             total = add_rms_norm(
-                rows, residual, weight, eps, buffers, ids=ids, plain=normed, quantized=pair
+                rows, residual, weight, eps, buffers, ids=ids, plain=plain, quantized=quantized
             )
-            if pair is None:
-                return normed, total
-            cast = Quantized(*pair)
-            return (cast if normed is None else Both(normed, cast)), total
+            return result, total
 
         return reduce
 

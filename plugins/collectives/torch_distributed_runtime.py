@@ -7,7 +7,7 @@ be processes or threads of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +23,11 @@ from glowplug.core.facts.mesh import AXES, axis_size, group
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.kernels.launch.sums import add_up
+from glowplug.plugins.collectives.gloo_links import WORLD, GlooLinks
 from glowplug.plugins.collectives.local_links import LocalLinks
 from glowplug.plugins.collectives.rendezvous import await_ranks, open_store, own_address
 from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptions
 
-WORLD = "world"  #: name of the group of all ranks, in errors
-INLINE_BYTES = 2040  #: bytes of a broadcast that are sent together with its length
 #: most elements of a tensor for which all-reduce gathers every rank's tensor and sums locally
 GATHERED_NUMBERS_MAX = 1 << 13
 
@@ -63,22 +62,26 @@ class Gloo:
             worker.rendezvous, worker.rank, worker.ranks, options.timeout
         )
         await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "start")
-        #: connections for host data; None if ranks are on several hosts, which use ``_host``
-        self._links: LocalLinks | None = None
-        self._host: Any = None
-        if plan.hosts == 1:
-            self._links = LocalLinks(worker.rank, worker.ranks, self._store, options.timeout)
-        else:
-            self._host = self._call(
-                "connecting", WORLD, lambda: self._host_group(tuple(range(worker.ranks)), WORLD)
-            )
-        for axis in AXES:
-            if axis_size(axis, plan.mesh) > 1:
-                self._members[axis] = group(axis, self._rank, plan.mesh)
-                self._of[axis] = self._shared(axis, self._members[axis])
+        self._links = self._connect_hosts(plan.hosts, options.timeout)
+        self._connect_axes(plan.mesh)
         # NOTE: without this wait, a rank that fails and exits while other ranks still connect to it
         # would make their connections fail, and they would report this instead.
         await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "connect")
+
+    def _connect_axes(self, mesh: Mapping[str, int]) -> None:
+        """Connect this rank with the others of each axis."""
+        for axis in AXES:
+            if axis_size(axis, mesh) > 1:
+                self._members[axis] = group(axis, self._rank, mesh)
+                self._of[axis] = self._shared(axis, self._members[axis])
+
+    def _connect_hosts(self, hosts: int, timeout: float) -> LocalLinks | GlooLinks:
+        """Return the connections for host data: gloo's only if ranks are on several hosts."""
+        if hosts == 1:
+            return LocalLinks(self._rank, self._ranks, self._store, timeout)
+        every = tuple(range(self._ranks))
+        group = self._call("connecting", WORLD, lambda: self._host_group(every, WORLD))
+        return GlooLinks(group, self._rank, self._ranks, self._await)
 
     def _shared(self, axis: str, members: tuple[int, ...]) -> Any:
         """Return the process group of an axis; axes that connect the same ranks share one group.
@@ -211,58 +214,13 @@ class Gloo:
     # ---- over all ranks, on the host -------------------------------------------------------------
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        if self._links is not None:
-            return self._links.broadcast(data)
-        head = torch.zeros(8 + INLINE_BYTES, dtype=torch.uint8)
-        if self._rank == 0:
-            assert data is not None, "rank 0 must pass the bytes"
-            head.numpy()[:8].view(np.int64)[0] = len(data)
-            head.numpy()[8 : 8 + len(data[:INLINE_BYTES])] = np.frombuffer(
-                data[:INLINE_BYTES], np.uint8
-            )
-        self._broadcast(head)
-        size = int(head.numpy()[:8].view(np.int64)[0])
-        first = head.numpy()[8 : 8 + min(size, INLINE_BYTES)].tobytes()
-        if size <= INLINE_BYTES:
-            return first
-        rest = torch.empty(size - INLINE_BYTES, dtype=torch.uint8)
-        if data is not None and self._rank == 0:
-            rest.numpy()[:] = np.frombuffer(data, np.uint8)[INLINE_BYTES:]
-        self._broadcast(rest)
-        return first + rest.numpy().tobytes()
-
-    def _broadcast(self, buffer: Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        self._await("broadcast_bytes", WORLD, lambda: self._host.broadcast([buffer], options))
+        return self._links.broadcast(data)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        if self._links is not None:
-            return self._links.gather(data)
-        sizes = self.all_gather_numbers(np.array([len(data)], np.int64))[:, 0]
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
-        every = self._host_gather("all_gather_bytes", padded)
-        return [row[:size].tobytes() for row, size in zip(every.numpy(), sizes, strict=True)]
+        return self._links.gather(data)
 
     def all_gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self._links is not None:
-            return self._links.gather_numbers(values)
-        found: NDArray[np.int64] = self._host_gather(
-            "all_gather_numbers", torch.from_numpy(values)
-        ).numpy()
-        return found
-
-    def _host_gather(self, operation: str, part: Tensor) -> Tensor:
-        """All-gather part [N] to [ranks, N]."""
-        every = part.new_empty(self._ranks, *part.shape)
-        if part.numel():
-            self._await(
-                operation,
-                WORLD,
-                lambda: self._host._allgather_base(every.view(-1), part.contiguous()),
-            )
-        return every
+        return self._links.gather_numbers(values)
 
     def close(self) -> None:
         """Release the groups; idempotent.
@@ -271,9 +229,7 @@ class Gloo:
         """
         self._of.clear()
         self._groups.clear()
-        self._host = None
-        if self._links is not None:
-            self._links.close()
+        self._links.close()
 
 
 class Nccl(Gloo):

@@ -12,6 +12,7 @@ from glowplug.core.protocols import Parts, RopeRows, Worker
 from glowplug.core.step.to_device import rows_at
 from glowplug.kernels.elementwise import activation, norm, rope
 from glowplug.kernels.formats import fp8_triton
+from glowplug.kernels.formats.fp8_block import FP8_INPUT
 from glowplug.kernels.moe.route import route
 from glowplug.plugins.ops import triton_int8
 from glowplug.plugins.ops.quantizing import Pair, producers
@@ -19,8 +20,6 @@ from glowplug.plugins.ops.torch_ops_runtime import TorchOps
 
 if TYPE_CHECKING:
     from glowplug.plugins.ops.triton_ops import TritonOpsOptions
-
-FP8 = "fp8_group128"  #: input format of FP8 activations with scales
 
 
 class TritonOps(TorchOps):
@@ -62,7 +61,7 @@ def _add_rms_norm_fp8(
 
 
 FP8_PRODUCERS = producers(
-    FP8,
+    FP8_INPUT,
     quantize=fp8_triton.quantize,
     silu_and_mul=fp8_triton.silu_and_mul,
     rms_norm=norm.rms_norm_fp8,

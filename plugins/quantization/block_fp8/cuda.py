@@ -24,7 +24,7 @@ from glowplug.core.protocols import (
     Worker,
 )
 from glowplug.kernels.formats import fp8, fp8_triton
-from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK, FP8_INPUT
 from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
 from glowplug.kernels.moe.fp8 import experts as fp8_experts, tiles as moe_fp8_tiles
 from glowplug.kernels.moe.sum import moe_sum
@@ -47,8 +47,6 @@ from glowplug.plugins.quantization.shared.quantized_input import quantized
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
-
-FORMAT = "fp8_group128"  #: input format of quantised activations
 
 
 class BlockFp8Cuda(BlockFp8):
@@ -92,7 +90,7 @@ class Fp8LinearCuda(Biased):
         columns: N.
     """
 
-    input_format = FORMAT
+    input_format = FP8_INPUT
 
     def __init__(
         self,
@@ -179,7 +177,7 @@ class Fp8ExpertsCuda:
         inter: I, padded.
     """
 
-    input_format = FORMAT
+    input_format = FP8_INPUT
 
     def __init__(
         self,
