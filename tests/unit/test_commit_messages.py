@@ -146,12 +146,12 @@ def test_history_is_checked_since_the_base(check: ModuleType, repository: Path) 
     base = git(repository, "rev-parse", "HEAD")
     commit(repository, "Add a module")
     wrong = commit(repository, "Added another")
-    commit(repository, "Rename slots", *MANY_FILES)
+    commit(repository, "Split slots", *MANY_FILES)
     commit_range = check.default_range(repository, base)
     found = check.history_faults(repository, commit_range)
     assert commit_range == f"{base}..HEAD"
     assert [line.split(": ")[0].split(" ", 1)[1] for line in found] == [
-        "Rename slots",
+        "Split slots",
         "Added another",
     ]
     assert wrong.startswith(found[1].split()[0])
