@@ -199,8 +199,7 @@ class RankMemory:
         take their memory beside the graphs'.
 
         Returns:
-            The peak of bytes that the allocator claimed, which exceeds that of held bytes by
-            fragmentation.
+            The peak of claimed bytes, which exceeds that of held bytes by fragmentation.
         """
         with self.meter.peak(line):
             return self._claims(runner, run)
@@ -289,7 +288,7 @@ class RankMemory:
     def naming(self, phase: str) -> Iterator[None]:
         """Turn an out-of-memory error in the context into a GlowplugError.
 
-        Its message has ``phase`` and the bytes measured so far.
+        The message has ``phase`` and the bytes measured so far.
         """
         try:
             yield
@@ -303,11 +302,10 @@ class RankMemory:
         """Return the bytes of each budget line and, on a device, those of a step.
 
         Returns:
-            For each line: ``planned``: the plan's number; ``measured``: the number measured while
-            starting, before the KV pool was made; ``served``: the number measured again with the
-            whole pool allocated, for lines that have one. On a device the further key ``step`` has
-            the bytes of a step, with ``served`` the most that any step has taken since the rank was
-            ready.
+            For each line: ``planned``: the plan's number; ``measured``: measured while starting,
+            before the KV pool was made; ``served``: for some lines, measured again with the whole
+            pool allocated. On a device the further key ``step`` has the bytes of a step; its
+            ``served`` is the most that any step has taken since the rank was ready.
         """
         planned = {line.name: line.bytes for line in self.plan.budget}
         lines: dict[str, dict[str, int | None]] = {}
