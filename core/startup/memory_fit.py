@@ -186,7 +186,7 @@ class RankMemory:
         return MeasuredMemory(total=total, free=free, step=step, graphs=graphs)
 
     def _steps(self, runner: Runner) -> list[tuple[str, Callable[[], None]]]:
-        """Return (budget line, function that runs the largest steps for measuring this line)."""
+        """Return each budget line to measure, with the function that runs its largest steps."""
         return [
             ("activations", partial(most_tokens, runner, self.plan)),
             ("logits", partial(most_logits, runner, self.plan)),

@@ -103,7 +103,7 @@ def build_context(
         facts: the model's facts.
         plan: the plan; None: ``plan_for(facts)``.
         quantization: name of the quantization scheme.
-        attention: the attention backend; None: the built-in "torch" one for the model's kind.
+        attention: the attention backend; None: the one of ``ATTENTION`` for the model's kind.
         quantization_options: options of the scheme.
         changes: fields of the context to replace.
     """
