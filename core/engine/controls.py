@@ -65,7 +65,7 @@ class RankControls:
     def everywhere(self, holds: bool) -> bool:
         """Return True if ``holds`` is True on every rank.
 
-        All ranks must call it. It takes one exchange.
+        All ranks must call this, since they exchange their values once.
         """
         if self._ranks == 1:
             return holds

@@ -13,13 +13,13 @@ from glowplug.core.step.sampled_last_layer import HostEnds
 
 
 class FlatTokens(NamedTuple):
-    """The tokens of a step, row by row.
+    """The T tokens of a step, row by row.
 
     Attributes:
-        starts: int32 [B + 1], index of each row's first token, and the number of tokens T.
+        starts: int32 [B + 1], index of each row's first token; the last entry is T.
         rows: int32 [T], index of each token's row in the batch.
-        positions: int32 [T].
-        kv_slots: int32 [T].
+        positions: int32 [T], position of each token in its sequence.
+        kv_slots: int32 [T], KV slot of each token.
     """
 
     starts: NDArray[np.int32]
@@ -33,7 +33,7 @@ def flatten(batch: Batch, kv_lens: NDArray[np.int32], page_size: int) -> FlatTok
 
     Args:
         batch: the batch.
-        kv_lens: int32 [B], tokens of each row after the step.
+        kv_lens: int32 [B], number of cached tokens of each row after the step.
         page_size: tokens per page.
     """
     count = batch.num_rows
@@ -52,7 +52,7 @@ def flatten(batch: Batch, kv_lens: NDArray[np.int32], page_size: int) -> FlatTok
 
 
 def logits_index(batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
-    """Return the indices of the tokens whose logits are needed, int64 [N]; None: of all tokens.
+    """Return the indices of the tokens whose logits are needed, int64 [N]; None: all are needed.
 
     ``starts``: ``FlatTokens.starts``.
     """
@@ -71,16 +71,16 @@ def host_arrays(
     wanted: NDArray[np.int64] | None,
     ends: HostEnds | None,
 ) -> list[NDArray[Any]]:
-    """Return the host's arrays for the device fields of ``batch``.
+    """Return the numpy arrays that are copied to the device fields of ``batch``.
 
-    ``set_device_fields`` takes their copies on the device.
+    ``set_device_fields`` takes the copies on the device.
 
     Args:
         batch: the batch.
-        kv_lens: int32 [B], tokens of each row after the step.
+        kv_lens: int32 [B], number of cached tokens of each row after the step.
         flat: the tokens of the step, from ``flatten``.
         wanted: tokens whose logits are needed, from ``logits_index``; None: all.
-        ends: the sampled tokens, if only these run through the last layer.
+        ends: the sampled tokens, if only these run through the last layer; None: all tokens do.
     """
     arrays: list[NDArray[Any]] = [
         flat.positions.astype(np.int64),
@@ -106,8 +106,8 @@ def set_device_fields(
     Args:
         batch: the batch.
         views: copies of ``host_arrays`` on the device.
-        indexed: the logits of some tokens only are needed.
-        ends: the sampled tokens, if only these run through the last layer.
+        indexed: True: the logits of some tokens only are needed.
+        ends: the sampled tokens, if only these run through the last layer; None: all tokens do.
     """
     batch.positions = views[0]
     batch.kv_slots = views[1]

@@ -143,7 +143,7 @@ class Engine:
 
     @property
     def _launched(self) -> bool:
-        """A step of this group is in flight; an idle step beside other groups does not count."""
+        """A step of this group is in flight; idle steps beside other groups do not count."""
         return self._inflight is not None and self._inflight.batch.mode is not Mode.IDLE
 
     @property
@@ -161,7 +161,7 @@ class Engine:
 
         Args:
             frames: the front end's messages.
-            stop: the front end has gone.
+            stop: True: the front end has gone.
 
         Returns:
             The messages of this rank to the front end, [] unless it ``sends_outputs``; None
@@ -196,10 +196,10 @@ class Engine:
     # ---- messages --------------------------------------------------------------------------------
 
     def receive(self, messages: list[Inbound]) -> list[Outbound]:
-        """Process messages.
+        """Process the front end's messages of one turn.
 
         Returns:
-            Their immediate outputs: refusals, replies, ends of aborted sequences.
+            The immediate outputs: refusals, replies, ends of aborted sequences.
         """
         replies: list[Outbound] = []
         for message in messages:
@@ -312,7 +312,10 @@ class Engine:
             )
 
     def _agreed(self, batch: Batch | None) -> Batch | None:
-        """Agree with the other ranks on the step; a rank without work runs an idle batch."""
+        """Agree with the other ranks on the step and return this rank's batch.
+
+        A rank without work gets an idle batch if another rank has work, else None.
+        """
         shape = self.parallel.agree(
             shape_of(batch, 0 if self._router is None else self._own_load())
         )
@@ -324,7 +327,7 @@ class Engine:
         return batch
 
     def _time_launch(self, batch: Batch) -> None:
-        """Note a launch in the timers; the group's own timer leaves out idle steps."""
+        """Record a launch in the timers; the group's own timer leaves out idle steps."""
         self._busy_timer.launch()
         self._prefills.launch(batch)
         if batch.mode is Mode.IDLE:

@@ -15,7 +15,7 @@ from glowplug.core.step.to_host import Copy
 
 @dataclass(eq=False)
 class InFlight:
-    """A launched step."""
+    """A launched step, with its results on the way to the host."""
 
     batch: Batch
     accepted: Accepted
@@ -26,7 +26,7 @@ class InFlight:
     def waited(self) -> float | None:
         """Seconds without device work before the step; None if the device is the host.
 
-        It is valid once ``wait`` has returned.
+        The value is valid once ``wait`` has returned.
         """
         return None if self.copy is None else self.copy.waited()
 
@@ -51,9 +51,10 @@ class InFlight:
 
 
 def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
-    """Return the tensors of a step that the host reads.
+    """Return the tensors of a step's results that the host reads.
 
-    They are tokens, counts, bad and any log-probabilities; without the latter ``packed`` if set.
+    These are ``tokens``, ``counts`` and ``bad``, and the log-probabilities if there are any.
+    Without log-probabilities, ``packed`` takes the place of the three if it is set.
     """
     scores = accepted.logprobs
     if accepted.packed is not None and scores is None:
@@ -63,13 +64,16 @@ def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
 
 
 def pack(accepted: Accepted) -> torch.Tensor:
-    """Return ``Accepted.packed``: uint8 [B * (8 * W + 5)], 13 bytes per row at width one."""
+    """Return the bytes of tokens, counts and bad as one tensor, for ``Accepted.packed``.
+
+    Its shape is uint8 [B * (8 * W + 5)]: 13 bytes per row at width one.
+    """
     parts = (accepted.tokens, accepted.counts, accepted.bad)
     return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
 
 
 def unpack(packed: NDArray[Any], rows: int, width: int) -> list[NDArray[Any]]:
-    """Return tokens int64 [rows, width], counts int32 [rows] and bad bool [rows] of ``packed``."""
+    """Split ``packed`` into tokens int64 [rows, width], counts int32 [rows] and bad bool [rows]."""
     tokens = 8 * rows * width
     counts = 4 * rows
     return [

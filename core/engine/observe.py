@@ -18,9 +18,9 @@ from glowplug.core.step.sequence_table import SequenceTable
 
 
 class StepObserver(Protocol):
-    """An object that the hook ``step_observers`` returns.
+    """An object that a plugin registers (hook ``step_observers``) to receive each committed step.
 
-    It runs on the loop's thread, so it may take microseconds only. It must not raise.
+    ``step`` runs on the loop's thread, so it may take microseconds only. It must not raise.
     """
 
     def step(self, batch: Batch, output: StepOutput) -> None:
@@ -65,7 +65,7 @@ class StepTimer:
         self._gaps.append(gap)
 
     def done(self, waited: float | None = None) -> None:
-        """Note the result of the oldest step in flight.
+        """Record that the result of the oldest step in flight has been read.
 
         Args:
             waited: seconds without device work before the step; None: not measured.
@@ -80,7 +80,7 @@ class StepTimer:
         self._since = now
 
     def idle(self) -> None:
-        """Note that there is nothing to do: the time until the next launch is not counted."""
+        """Record that there is nothing to do: the time until the next launch is not counted."""
         if not self._gaps:
             self._since = None
 
@@ -96,7 +96,7 @@ class PrefillTimer:
         self._clock = clock
 
     def launch(self, batch: Batch) -> None:
-        """Note the start of the sequences that have entered a row for the first time."""
+        """Set the start time of the sequences of ``batch`` that enter a row for the first time."""
         if batch.joined:
             now = self._clock()
             for sequence in batch.joined:
@@ -104,9 +104,9 @@ class PrefillTimer:
                     sequence.started = now
 
     def done(self, batch: Batch, result: StepResult) -> list[tuple[int, float]]:
-        """Return (id, seconds) of the sequences whose first token is in ``result``.
+        """Return (id, seconds since its start) of each sequence whose first token is in ``result``.
 
-        It must be called before the step is committed.
+        This must be called before the step is committed.
         """
         first = batch.num_decodes
         if first == batch.num_rows:

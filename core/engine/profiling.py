@@ -33,7 +33,10 @@ def profile_folder() -> Path:
 
 
 def step_phases(scheduler: Scheduler, runner: Runner) -> list[Named]:
-    """Return the phases of a step, from the scheduler's choice to its commit."""
+    """Return the methods that run a step's phases, with each phase's name in a trace.
+
+    The order is that of a step, from the scheduler's choice to the commit.
+    """
     return [
         (scheduler, "next_batch", "schedule"),
         (runner, "launch", "launch"),
@@ -58,7 +61,8 @@ class Profiler:
     Args:
         rank: the rank.
         device: torch device of the rank.
-        named: methods to show in a trace; the last one ends a step.
+        named: (object, method name, name in the trace) of the methods to show; the last one ends a
+            step.
     """
 
     def __init__(self, rank: int, device: str, named: Sequence[Named] = ()) -> None:
@@ -72,7 +76,7 @@ class Profiler:
         self._hidden = list[tuple[object, str]]()
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Start a trace of ``num_steps`` steps, or until ``stop``.
+        """Start a trace, which ends after ``num_steps`` steps (if ``args`` has it) or at ``stop``.
 
         Raises:
             RequestError: a trace is running already, or the label has other characters than
@@ -99,7 +103,7 @@ class Profiler:
     def stop(self, args: dict[str, Any]) -> dict[str, Any]:
         """End the trace, write it, and return the file's name.
 
-        The name of a trace that has ended by itself is returned too.
+        If the trace has already ended after its ``num_steps`` steps, return the name of its file.
         """
         if self._active is None and not self._written:
             raise RequestError("no profile is running")
@@ -126,7 +130,11 @@ class Profiler:
         self._written = name
 
     def _name_phases(self) -> None:
-        """Wrap each method in a profiler range, by an instance attribute that hides the method."""
+        """Wrap the methods of a step's phases in profiler ranges, so that a trace names the phases.
+
+        The wrappers are attributes of the instances and so take precedence over the class's
+        methods; deleting them restores the methods.
+        """
         for owner, method, name in self._named:
             if hasattr(owner, "__dict__") and method not in vars(owner):
                 shown = ranged(getattr(owner, method), name)
@@ -147,7 +155,7 @@ class Profiler:
         return run
 
     def _end_quietly(self) -> None:
-        """End the trace, and log a failure to write it.
+        """End the trace; if it cannot be written, log the error instead of raising.
 
         NOTE: no request waits for the reply here, and a trace that cannot be written must not end
         the engine.

@@ -36,7 +36,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
 
 class Runner:
-    """The executor of batches on one rank. It only reads the sequence table."""
+    """The object that runs batches on one rank. It only reads the sequence table."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class Runner:
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return the logits of a step that samples nothing, float32 [rows, V].
 
-        It serves to measure accuracy; with speculation, of prompts only. A decode step's tokens are
-        ``prompt_ids`` if there are any, not the tokens sampled before.
+        This serves to measure accuracy; with speculation it is for prompts only. If a decode step
+        has ``prompt_ids``, the model runs on these instead of the tokens sampled before.
         """
         with torch.inference_mode():
             self._complete(batch)
@@ -142,7 +142,7 @@ class Runner:
         return hidden, self.model.logits(hidden if everything else hidden[batch.logits_index])
 
     def _forward_ends(self, model: SampledLastLayer, trunk: Forward, batch: Batch) -> torch.Tensor:
-        """Run ``trunk``, then the last layer for the tokens of ``batch.ends`` (None: for all).
+        """Run ``trunk``, then the last layer for the tokens of ``batch.ends``, or for all if None.
 
         Returns:
             Hidden states [T, hidden], or [N, hidden] of ``batch.ends``.
@@ -180,7 +180,8 @@ class Runner:
     def _complete(self, batch: Batch) -> None:
         """Set the device fields of ``batch`` from one packed host buffer.
 
-        ``input_ids`` has the prompts' tokens only; ``_feed`` puts the decoding rows' in front.
+        ``input_ids`` has the prompts' tokens only; ``_feed`` puts the decoding rows' tokens in
+        front.
         """
         bounds = batch.kv_lens
         kv_lens = self._exact_lengths(batch) if self._on_host and batch.num_decodes else bounds
@@ -193,7 +194,7 @@ class Runner:
         set_device_fields(batch, views, wanted is not None, ends)
 
     def _exact_lengths(self, batch: Batch) -> NDArray[np.int32]:
-        """Return the exact ``kv_lens``; only for the CPU, where the lengths can be read."""
+        """Return the exact ``kv_lens``, which the host can read only if the device is the CPU."""
         decodes = batch.num_decodes
         batch.row_ids = torch.from_numpy(batch.rows).long()
         lengths = self.speculative.lengths(batch)
@@ -205,9 +206,9 @@ class Runner:
         )
 
     def _place(self, batch: Batch) -> None:
-        """Set the exact positions, KV slots and lengths of the decoding rows, from the device.
+        """Replace the upper bounds of decoding rows by exact positions, KV slots and lengths.
 
-        Until then the batch has the host's upper bounds.
+        The host knows only upper bounds; the exact lengths are on the device.
         """
         rows = batch.num_decodes
         tokens = batch.decode_tokens
@@ -222,7 +223,7 @@ class Runner:
         batch.kv_lens_device[:rows] = lengths + width
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptLogprobs]:
-        """Return log-probabilities of the prompt tokens after each position, where requested."""
+        """Return log-probabilities of the step's prompt tokens, for the rows that request them."""
         assert batch.prompt_logprobs is not None
         found = []
         starts = np.concatenate([[0], np.cumsum(batch.query_lens)])

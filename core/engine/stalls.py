@@ -65,18 +65,19 @@ class StallWatch:
     # ---- turns -----------------------------------------------------------------------------------
 
     def moved(self) -> None:
-        """Note a turn with a step launched or in flight, or without work."""
+        """Record a turn in which a step was launched or in flight, or there was no work."""
         self._turns = 0
 
     def still(self, now: float, load: Stats) -> Stall | None:
-        """Note a turn without a step launched or in flight although the scheduler has work.
+        """Record a turn with work for the scheduler in which no step was launched or in flight.
 
         Args:
             now: seconds, the same on every rank.
             load: the scheduler's present load.
 
         Returns:
-            All live sequences, once both bounds are exceeded.
+            All live sequences with the reason, once both ``STALL_TURNS`` and ``STALL_SECONDS`` are
+            exceeded; else None.
         """
         if not self._turns:
             self._since = now
@@ -89,9 +90,10 @@ class StallWatch:
         return Stall(list(self.live), reason)
 
     def _holder(self, load: Stats) -> str:
-        """Return a description of the component that holds the requests.
+        """Return the text that names the component which keeps the requests from running.
 
-        The policy has no state, so calling it once more shows if it leaves requests out.
+        The policy has no state, so one more call of its ``order`` shows whether it leaves requests
+        out.
         """
         waiting = [sequence for sequence in self.live.values() if sequence.row < 0]
         policy, scheduler, cache = (
@@ -120,10 +122,11 @@ class StallWatch:
     # ---- steps -----------------------------------------------------------------------------------
 
     def stepped(self, batch: Batch, result: StepResult) -> Stall | None:
-        """Note the result of a committed step.
+        """Record the result of a committed step.
 
         Returns:
-            The sequences that have gained no token for too many steps; None if there are none.
+            The sequences that gained no token in ``TOKENLESS_STEPS`` consecutive steps, with the
+            reason; None if there are none.
         """
         if not self._tokenless and np.greater_equal(result.counts, batch.samples).all():
             return None
@@ -137,10 +140,10 @@ class StallWatch:
         return Stall(found, reason)
 
     def _without_tokens(self, batch: Batch, result: StepResult) -> list[int]:
-        """Update each row's number of steps without a token.
+        """Update each row's number of consecutive steps without a token.
 
         Returns:
-            Ids of the sequences for which it is too large.
+            Ids of the sequences whose number has reached ``TOKENLESS_STEPS``.
         """
         current = self._table.epoch[batch.rows] == batch.epochs
         self._tokenless = {

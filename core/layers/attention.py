@@ -245,7 +245,8 @@ class MlaAttention(Module):
     ) -> Terms:
         """Store the keys of all tokens, then attend for E end tokens only.
 
-        The planned step has the end tokens as E rows that decode one token each.
+        ``AttentionBackend.plan_step`` has been called with the end tokens as E rows that decode one
+        token each.
 
         Args:
             x: [T, hidden], plain or in ``input_format``.
@@ -318,12 +319,12 @@ class MhaAttention(Module):
         )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Call the backend."""
+        """Call the backend with rotated queries and keys."""
         return self._mha(q, k, v, self)
 
 
 def _mla_input(context: BuildContext, name: str, sizes: MlaSizes, names: MlaNames) -> Linear:
-    """Return the projection of x to queries, or their latent, and to the KV latent and RoPE key."""
+    """Return the projection of x to queries (or the query latent), KV latent and RoPE key."""
     head = sizes.nope + sizes.rope
     query = (
         Part(f"{name}.{names.query}", sizes.heads * head, "heads", head)
@@ -336,14 +337,14 @@ def _mla_input(context: BuildContext, name: str, sizes: MlaSizes, names: MlaName
 
 
 def _by_heads(context: BuildContext, name: str, inputs: int, heads: int, size: int) -> Linear:
-    """Return a linear layer with ``size`` outputs for each of ``heads`` heads, split by heads."""
+    """Return a projection with ``size`` outputs for each of ``heads`` heads, split by heads."""
     return Linear(context, name, inputs, [Part(name, heads * size, "heads", size)])
 
 
 def _output(
     context: BuildContext, name: str, heads: int, size: int, outputs: int, bias: bool
 ) -> Linear:
-    """Return a linear layer with ``size`` inputs for each of ``heads`` heads, split by heads."""
+    """Return the output projection, with ``size`` inputs for each head, split by heads."""
     part = Part(name, outputs, "replicated", bias=bias)
     return Linear(context, name, heads * size, [part], input_role="row", input_unit=size)
 

@@ -107,7 +107,7 @@ class DecoderModel(Module):
     Checkpoint names start with ``model.``; the head's name is ``lm_head``.
 
     Args:
-        layers: function that returns the decoder layer of (context, name, number).
+        layers: function (context, name, number) -> decoder layer.
         rope: rotary embedding of all layers.
         eps: epsilon of the final norm.
         tied: True: the head's weight is the embedding's.
@@ -183,14 +183,14 @@ class DecoderModel(Module):
         return normed[: ends.count]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [N, V] of hidden states [N, hidden]."""
+        """Return the logits, float32 [N, V], of hidden states [N, hidden]."""
         return self.head.forward(hidden)
 
     def ignored(self, name: str) -> bool:
         """Return whether a checkpoint tensor without a target may be left unread.
 
-        These are layers beyond the last (multi-token prediction), rotary tables, a tied head, and
-        the experts of other ranks.
+        Such tensors are layers beyond the last (multi-token prediction), rotary tables, a tied
+        head, and the experts of other ranks.
         """
         if name.endswith("rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight"):
             return True

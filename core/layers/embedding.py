@@ -16,7 +16,7 @@ from glowplug.core.step.to_device import rows_at
 
 
 class Embedding(Module):
-    """The rows of ``{name}.weight`` [vocab, hidden]; ranks may hold a slice of the vocabulary."""
+    """The token embedding ``{name}.weight`` [vocab, hidden]; ranks may hold a slice of its rows."""
 
     def __init__(self, context: BuildContext, name: str, vocab: int, hidden: int) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class Embedding(Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return [T, hidden] of token ids int64 [T]."""
+        """Return the embeddings [T, hidden] of token ids int64 [T]."""
         shard = self._shard
         if shard.size == shard.full:
             return rows_at(self.weight, ids)
@@ -75,8 +75,8 @@ class LmHead(Module):
 class TiedHead(LmHead):
     """A head whose weight is the embedding's.
 
-    NOTE: it keeps a copy in the layout of its linear method. The logits read all of it in every
-    step, and a row-major embedding takes twice the time on a CPU.
+    NOTE: the head keeps a copy in the layout of its linear method. The logits read all of it in
+    every step, and a row-major embedding takes twice the time on a CPU.
     """
 
     def __init__(self, context: BuildContext, name: str, embedding: Embedding) -> None:

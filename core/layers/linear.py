@@ -46,7 +46,7 @@ class Both(NamedTuple):
 
 
 def both_formats(input_format: str) -> str:
-    """Return the name of the format under which ``Ops.fused`` has producers of ``Both``."""
+    """Return the format name under which ``Ops.fused`` holds the ops that return ``Both``."""
     return f"{FORMAT_PLAIN}+{input_format}"
 
 
@@ -56,7 +56,7 @@ class Part:
 
     Attributes:
         name: module path of the part.
-        rows: rows of the tensor.
+        rows: number of rows of the tensor.
         role: how ranks share the rows: "column", "heads", "vocab" or "replicated".
         unit: number of rows that stay together (those of a head, for example).
         bias: True: the part also has a ``{name}.bias``.
@@ -77,12 +77,12 @@ class Linear(Module):
 
     Args:
         name: module path, for messages.
-        inputs: columns of every part in the checkpoint.
+        inputs: number of columns of every part in the checkpoint.
         parts: the fused parts.
         input_role: "replicated", or "row" if ranks hold a slice of the columns.
         input_unit: number of columns that stay together.
-        reduce: sum partial results over the ranks; False: the caller does.
-        wide: results may be float32, whatever dtype the activations have.
+        reduce: True: sum partial results over the ranks; False: the caller does.
+        wide: True: results may be float32, whatever dtype the activations have.
 
     Attributes:
         shards: this rank's rows of each part.
@@ -124,10 +124,11 @@ class Linear(Module):
             self._bind(self.methods[0], context)
 
     def _bind(self, method: LinearMethod, context: BuildContext) -> None:
-        """Bind ``forward`` to the only method if its result needs no all-reduce.
+        """Replace ``forward`` by the only method's ``apply`` if the result needs no all-reduce.
 
-        ``forward_parts`` becomes its ``apply_parts``, if it has one and norms add up parts; with an
-        all-reduce that the next norm computes, the result is wrapped in a ``PartialSum``.
+        ``forward_parts`` becomes the method's ``apply_parts``, if the method has one and norms add
+        up parts. If the next norm computes the all-reduce, ``forward_parts`` wraps this result in a
+        ``PartialSum``.
         """
         self._terms: Callable[[Any], Tensor | Parts] = method.apply
         if context.ops.adds_parts:
@@ -153,7 +154,7 @@ class Linear(Module):
             role: how ranks share the dimension; see ``Part.role``.
             name: module path.
             full: size of the dimension.
-            unit: the dimension is split only at multiples of it, and of the scheme's block.
+            unit: the dimension is split only at multiples of this number and of the scheme's block.
         """
         if role == "replicated":
             return Shard(0, full, full)
@@ -199,19 +200,19 @@ class Linear(Module):
             method.finalize()
 
     def stored_blocks(self) -> tuple[Tensor, Tensor] | None:
-        """Return the weight as block FP8, if its only method stores it so.
+        """Return the weight in block FP8, or None if it is not stored so.
 
-        Such a method has a method of this name.
+        The layer must have a single quantization method, which has a ``stored_blocks`` of its own.
 
         Returns:
-            E4M3 values [N, K] and the float32 scales of their 128 x 128 blocks; or None.
+            E4M3 values [N, K] and the float32 scales of their 128 x 128 blocks.
         """
         stored = getattr(self.methods[0], "stored_blocks", None) if len(self.methods) == 1 else None
         found: tuple[Tensor, Tensor] | None = None if stored is None else stored()
         return found
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
-        """Return [T, sum(outputs)] of x [T, inputs]."""
+        """Return y = x W^T + b, [T, sum(outputs)], for x [T, inputs]."""
         parts = [method.apply(x) for method in self.methods]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return y if self._collectives is None else self._collectives.all_reduce(y, self._axis)
@@ -235,13 +236,13 @@ class Linear(Module):
 
 
 def agreed_format(consumers: Sequence[Any]) -> str:
-    """Return the ``input_format`` that all ``consumers`` of a tensor share, or "plain"."""
+    """Return the ``input_format`` that all ``consumers`` of a tensor share, else "plain"."""
     formats = {consumer.input_format for consumer in consumers}
     return formats.pop() if len(formats) == 1 else FORMAT_PLAIN
 
 
 def producer(ops: Ops, name: str, *consumers: Any) -> Callable[..., Any]:
-    """Return the variant of op ``name`` for the consumers' shared format, or the plain op."""
+    """Return the op ``name`` that returns the format shared by ``consumers``, or the plain op."""
     wanted = agreed_format(consumers)
     return ops.fused.get((name, wanted)) or getattr(ops, name)
 
@@ -255,6 +256,6 @@ def produced_format(ops: Ops, name: str, *consumers: Any) -> str:
 def caster(ops: Ops, *consumers: Any) -> Callable[[Tensor], Tensor | Quantized] | None:
     """Return the function that casts plain activations to the format that ``consumers`` share.
 
-    None: they take plain activations.
+    None if the ops table has no cast to that format, for example because it is "plain".
     """
     return ops.fused.get(("cast", agreed_format(consumers)))

@@ -18,7 +18,7 @@ class Mlp(Module):
     Args:
         width: intermediate size.
         bias: True: all three projections have biases.
-        reduce: sum partial results over the ranks; False: the caller does.
+        reduce: True: sum partial results over the ranks; False: the caller does.
     """
 
     exchanges = False  #: input is the tokens that every rank computes, not this rank's own
@@ -57,12 +57,12 @@ class Mlp(Module):
         self.input_format = self.gate_up.input_format
 
     def forward(self, x: Any, batch: Batch | None = None) -> Terms:
-        """Return [T, hidden] of x [T, hidden], plain or in ``input_format``.
+        """Run the layer on x [T, hidden] and return [T, hidden].
 
-        It is a ``PartialSum`` if the next norm sums over the ranks.
+        The result is a ``PartialSum`` if the next norm sums over the ranks.
 
         Args:
-            x: activations.
+            x: activations, plain or in ``input_format``.
             batch: not used; feed-forward layers with an expert exchange need it.
         """
         return self._down(self._activate(self.gate_up.forward(x)))

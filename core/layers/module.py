@@ -25,7 +25,7 @@ class Target:
         index: slices of the tensor that this rank needs; by default the whole tensor.
         optional: True: the tensor may be absent from the checkpoint.
         dtype: dtype in the checkpoint, if the format fixes it.
-        put: function that replaces the copy if the value needs more than that.
+        put: function that is called with the value in place of the copy; None: the value is copied.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Target:
 
 
 def part_of(start: int, size: int, full: int) -> slice:
-    """Return the slice of elements ``start`` to ``start + size`` of ``full``.
+    """Return the slice from ``start`` to ``start + size`` of a dimension of ``full`` elements.
 
-    It is ``slice(None)`` if that is all of them; weight sources test for it.
+    For the whole dimension it is ``slice(None)``, for which weight sources test.
     """
     return slice(None) if size == full else slice(start, start + size)
 
@@ -85,6 +85,6 @@ class Module:
             yield from child.elsewhere()
 
     def finalize(self) -> None:
-        """Finish the layer after loading, its children first."""
+        """Finish the layer after its weights are loaded, its children first."""
         for child in self.children():
             child.finalize()

@@ -147,9 +147,9 @@ class Experts(Module):
     Args:
         name: module path up to "experts".
         sizes: sizes of the layer.
-        fused_shared: further experts that hold the fused shared expert; 0: not fused.
+        fused_shared: number of further experts that hold the fused shared expert; 0: not fused.
         shared_name: module path of the shared expert.
-        parts: results may be ``Parts``.
+        parts: True: results may be ``Parts``.
 
     Attributes:
         first: number of the first expert on this rank.
@@ -270,7 +270,7 @@ class Moe(Module):
 
     @staticmethod
     def _fused_shared_count(context: BuildContext, name: str, sizes: MoeSizes) -> int:
-        """Return the number of routed experts that the fused shared expert takes; 0: not fused."""
+        """Return the number of experts that the shared expert is fused as; 0: it is not fused."""
         scheme = context.scheme_for(f"{name}.experts.0.gate_proj")
         together = (
             context.ops.route is not None
@@ -295,7 +295,7 @@ class Moe(Module):
         )
 
     def forward(self, x: Tensor | Both, batch: Batch | None = None) -> Terms:
-        """Return [T, hidden] of x [T, hidden], or terms that the next layer's norm sums."""
+        """Run the layer on x [T, hidden]; return [T, hidden], or terms that the next norm sums."""
         if isinstance(x, Both):
             weights, ids = self.gate.forward(x.plain)
             return self._mixed(x.cast, ids, weights)
@@ -327,7 +327,7 @@ class Moe(Module):
     def _exchanged(
         self, exchange: ExpertExchange, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch | None
     ) -> Tensor:
-        """Compute this rank's tokens by experts of all ranks."""
+        """Run this rank's tokens through the experts of all ranks, by ``exchange``."""
         assert batch is not None, "an exchange needs the step's shape"
         sent, ids, weights = exchange.dispatch(x, ids, weights, batch)
         y = self.experts.forward(sent if self._cast is None else self._cast(sent), ids, weights)
@@ -359,6 +359,6 @@ class Moe(Module):
         return y
 
     def _local(self, ids: Tensor) -> Tensor:
-        """Convert expert ids to numbers on this rank; -1 for experts of other ranks."""
+        """Convert expert ids of the layer to ids on this rank; -1 for experts of other ranks."""
         local = ids - self.experts.first
         return local.masked_fill_((local < 0) | (local >= self.experts.count), -1)

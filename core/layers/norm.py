@@ -49,7 +49,7 @@ class RmsNorm(Module):
         return self._norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor | Parts | PartialSum, residual: Tensor | None) -> tuple[Any, Tensor]:
-        """Return (normed(residual + x), residual + x); without a residual x is the residual."""
+        """Return (normed(residual + x), residual + x); if residual is None, (normed(x), x)."""
         if residual is None:
             assert isinstance(x, Tensor), "``Parts`` need a residual to be added to"
             return self._norm(x, self.weight, self.eps), x

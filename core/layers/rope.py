@@ -75,5 +75,8 @@ class Rope:
         self._at = context.ops.rope_at
 
     def at(self, positions: Tensor) -> object:
-        """Return the argument of ``ops.rope`` for positions int64 [T]; called once a step."""
+        """Return the table's rows for positions int64 [T], as ``ops.rope`` takes them.
+
+        This is called once a step.
+        """
         return self._at(self.table, positions, self.interleaved)

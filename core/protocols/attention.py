@@ -62,7 +62,7 @@ class MlaLayer(Protocol):
     kv_stored: tuple[Tensor, Tensor] | None
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the un-absorbed projection.
+        """Expand latents to the keys and values of every head, for attention without absorption.
 
         Args:
             latent: [N, lora_rank].
@@ -92,9 +92,9 @@ class MhaLayer(Protocol):
 
 
 class ProjectedMla(Protocol):
-    """``AttentionBackend.mla`` that also applies the latent's norm and RoPE.
+    """A variant of ``AttentionBackend.mla`` that also applies the latent's norm and RoPE.
 
-    The three may then be one kernel.
+    Norm, RoPE and the store in the cache may then be one kernel.
     """
 
     def __call__(
@@ -140,7 +140,7 @@ class AttentionBackend(Protocol):
     def reserve(self, limits: Limits) -> None:
         """Bind ``limits.kv`` as the cache and, in the first call, allocate all other buffers.
 
-        The latter take ``AttentionOffers.reserves`` bytes.
+        These other buffers take ``AttentionOffers.reserves`` bytes.
         """
         ...
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """All objects and settings that layers bind, once, while they are built.
+    """All objects and settings that layers read, once, while they are built.
 
     Attributes:
         facts: the checkpoint's facts; ``facts.config`` is its config.json.

@@ -71,11 +71,11 @@ class Executor(Protocol):
         ...
 
     def submit(self, data: bytes) -> None:
-        """Send a frame to the engine."""
+        """Send a frame of messages to the engine."""
         ...
 
     def outputs(self, timeout: float | None) -> bytes | None:
-        """Return the next frame from the engine, or None after ``timeout`` seconds.
+        """Return the engine's next frame of messages, or None after ``timeout`` seconds.
 
         Raises:
             EngineDead: a rank failed; the message has rank, phase and reason.

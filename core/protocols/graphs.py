@@ -63,7 +63,8 @@ class GraphRunner(Protocol):
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
         """Return (mode, padded batch size, width) of each step to capture.
 
-        Passes by themselves are captured for ``Sizes.pass_tokens`` and ``Sizes.extend_tokens``.
+        Passes of the model without the rest of a step are captured besides, for the token counts
+        ``Sizes.pass_tokens`` (of the target) and ``Sizes.extend_tokens`` (of a draft).
         """
         ...
 

@@ -52,7 +52,7 @@ class Model(Protocol):
     def ignored(self, name: str) -> bool:
         """Return whether a checkpoint tensor without a target may be left unread.
 
-        Examples are a NextN layer that is not used, and rotary tables.
+        Such tensors are those of a NextN layer that is not used, or rotary tables, for example.
         """
         ...
 
@@ -61,7 +61,7 @@ class Model(Protocol):
 class SampledLastLayer(Model, Protocol):
     """A model that can run its last layer for some of a step's tokens only.
 
-    It belongs to ``ModelOffers.sampled_last_layer``.
+    A family of such models sets ``ModelOffers.sampled_last_layer``.
     """
 
     def trunk(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:

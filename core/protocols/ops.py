@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Route(Protocol):
-    """A gate in one call: scores, choice of experts and their weights."""
+    """A whole gate in one call: scores, choice of experts and their weights."""
 
     def __call__(
         self,
@@ -77,7 +77,7 @@ class RouteSettingReady(Protocol):
 class Ops(Protocol):
     """The small kernels, a table of pure functions that layers bind while they are built.
 
-    The references are in ``kernels/``. A table may also have ``route_and_set_ready:
+    Reference implementations are in ``kernels/``. A table may also have ``route_and_set_ready:
     RouteSettingReady | None``; without one, no experts are started early.
 
     Attributes:
@@ -96,7 +96,7 @@ class Ops(Protocol):
             weights and ids as above.
         fused: (producer, input format) -> the producer's variant that returns ``Quantized`` in that
             format. Producers are names of this table, and "cast" for plain activations.
-        route: the whole gate in one call, or None.
+        route: the whole gate in one call; None: the table has no such kernel.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]

@@ -96,9 +96,9 @@ class RequestRouter(Protocol):
     def owns(self, sequence: Sequence) -> bool:
         """Return whether this rank's group runs ``sequence``.
 
-        It is called once for each Submit, on every rank, in the same order. Every rank must make
-        the same assignment, so the decision may use only data that all ranks have (the loads of
-        ``agree``).
+        The method is called once for each Submit, on every rank, in the same order. Every rank must
+        make the same assignment, so the decision may use only data that all ranks have (the loads
+        of ``agree``).
         """
         ...
 
@@ -122,15 +122,15 @@ class ParallelStrategy(Protocol):
                 "replicated".
             name: module path of the layer.
             full: size of the dimension.
-            block: the dimension may be split only at multiples of it (128 for block FP8).
+            block: the dimension may be split only at multiples of this number (128 for block FP8).
         """
         ...
 
     def agree(self, local: StepShape) -> StepShape:
         """Return the step shape that all ranks agree on.
 
-        This is the one host collective of a step; it returns ``local`` unless ranks may differ. A
-        rank without work passes an IDLE shape.
+        This is the one host collective of a step. If the ranks' steps cannot differ, no collective
+        runs and ``local`` is returned. A rank without work passes an IDLE shape.
         """
         ...
 
@@ -196,7 +196,8 @@ class Collectives(Protocol):
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
         """Return the sum over the axis, bitwise the same on each of its ranks.
 
-        It may be computed in place. On the CPU a row's bits do not depend on the rows around it.
+        The sum may be computed in place. On the CPU a row's bits do not depend on the rows around
+        it.
         """
         ...
 

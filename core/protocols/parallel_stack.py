@@ -28,7 +28,7 @@ class ParallelStack:
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
         """Return this rank's part of a dimension, from the last strategy that decides it.
 
-        Without such a strategy it is the whole dimension. Arguments as in
+        If no strategy decides, the part is the whole dimension. Arguments as in
         ``ParallelStrategy.shard``.
         """
         for strategy in reversed(self.strategies):
@@ -38,13 +38,13 @@ class ParallelStack:
         return Shard(0, full, full)
 
     def agree(self, local: StepShape) -> StepShape:
-        """Return the step shape after each strategy's agreement."""
+        """Return the step shape after every strategy has agreed on it with the other ranks."""
         for strategy in self.strategies:
             local = strategy.agree(local)
         return local
 
     def router(self) -> RequestRouter | None:
-        """Return the router of the last strategy that has one; None if none has."""
+        """Return the router of the last strategy that has one; None if no strategy has one."""
         found = [
             router for strategy in self.strategies if (router := strategy.router()) is not None
         ]
@@ -78,7 +78,7 @@ class ParallelStack:
     def expert_load(self) -> dict[str, list[int]]:
         """Return the number of tokens that chose each expert on this rank, by layer.
 
-        It waits for the device. Layers that do not count are left out.
+        The call waits for the device. Layers that do not count are left out.
         """
         return {
             name: exchange.load.tolist()
@@ -87,7 +87,7 @@ class ParallelStack:
         }
 
     def forget_load(self) -> None:
-        """Set all counts to zero."""
+        """Set the counts of ``expert_load`` to zero, so that counting starts anew."""
         for exchange in self._exchanges.values():
             if exchange.load is not None:
                 exchange.load.zero_()

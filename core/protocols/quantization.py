@@ -21,8 +21,8 @@ class LinearShape:
     Attributes:
         name: module path of the layer, e.g. "model.layers.3.self_attn.q_b_proj".
         parts: module paths of the fused parts in the checkpoint; one for a plain layer.
-        outputs: rows of each part on this rank.
-        inputs: columns on this rank.
+        outputs: number of rows of each part on this rank.
+        inputs: number of columns on this rank.
         row_starts: first row of each part in the checkpoint's tensor (tensor-parallel slices); 0
             without sharding.
         col_start: first column in the checkpoint's tensor.
@@ -52,8 +52,8 @@ class ExpertsShape:
         prefix: module path up to "experts"; checkpoint names are ``{prefix}.{e}.gate_proj.weight``
             and so on.
         count: number of experts held on this rank.
-        first: number of the first one; the rank holds ``first`` to ``first + count``, the end
-            excluded.
+        first: number of the first expert held; the rank holds ``first`` to ``first + count``, the
+            end excluded.
         hidden: size of the hidden states.
         inter: intermediate size of each expert on this rank.
         inter_start: start of this rank's slice of the intermediate size.
@@ -94,8 +94,8 @@ class Quantized(NamedTuple):
 class Parts(NamedTuple):
     """A [T, hidden] result whose terms have still to be summed.
 
-    The terms are the results of K experts for each token, or rows of another sum, all with ids of
-    0.
+    The terms are the results of K experts for each token, or the rows of another sum, whose ids are
+    all 0.
 
     Attributes:
         rows: terms with their weights applied, [T * K, hidden], in the activation dtype or float32.
@@ -122,8 +122,8 @@ class PartialSum(NamedTuple):
 class LinearMethod(Protocol):
     """The weight of one linear layer and its GEMM; the method holds its own tensors.
 
-    A method may also have ``apply_parts(x) -> Tensor | Parts``: ``apply`` for a following norm that
-    sums parts.
+    A method may also have ``apply_parts(x) -> Tensor | Parts``: a variant of ``apply`` that may
+    leave its terms to be summed by the following norm.
 
     Attributes:
         input_format: format in which the preceding operation may pass activations as ``Quantized``:
@@ -155,16 +155,17 @@ class LinearMethod(Protocol):
     def dense(self) -> Tensor:
         """Return the weight as [sum(outputs), inputs] in the compute dtype.
 
-        MLA absorption needs that of the latent's up-projection. It is called after ``finalize``.
+        MLA absorption needs the dense weight of the latent's up-projection. The method is called
+        after ``finalize``.
         """
         ...
 
 
 class StartedExperts(Protocol):
-    """The experts of one layer, whose first kernel is launched before the gate.
+    """The experts of one layer, whose first kernel was launched before the gate.
 
-    The kernel computes what needs no routing, and waits on the device for ``ready``. The gate runs
-    next with ``ready``, and ``finish`` after it.
+    This kernel computes the part that needs no routing; it waits on the device until ``ready`` is
+    set. The caller next runs the gate, which sets ``ready``, and then calls ``finish``.
 
     Attributes:
         ready: ready flag, int32; the gate sets its first element to 1 as soon as x may be read.
@@ -226,7 +227,7 @@ class QuantizationScheme(Protocol):
     """A factory for the methods of the modules that it covers.
 
     Attributes:
-        block: ranks split dimensions at multiples of this only.
+        block: ranks split dimensions only at multiples of this number.
         fused_shared: True: the scheme's expert methods support ``ExpertsShape.fused_shared``.
     """
 
@@ -242,7 +243,7 @@ class QuantizationScheme(Protocol):
         ...
 
     def covers(self, module: str) -> bool:
-        """Return whether a module is quantized; the unquantized scheme is used for the others.
+        """Return whether the scheme quantizes a module; other modules use the unquantized scheme.
 
         Args:
             module: module path.

@@ -59,7 +59,7 @@ class Sampler(Protocol):
             params: the sequence's sampling parameters.
             tokens: prompt and output tokens so far, from which penalties are counted.
             prompt_len: number of prompt tokens among them.
-            stop_ids: tokens that end the sequence; they cannot be drawn before
+            stop_ids: tokens that end the sequence; they cannot be drawn before the sequence has
                 ``params.min_tokens`` output tokens.
         """
         ...
@@ -71,8 +71,8 @@ class Sampler(Protocol):
     def plan_step(self, batch: Batch) -> None:
         """Do the step's host work.
 
-        It runs after every ``leave`` and ``join`` of the step and before its first ``sample``. The
-        model's pass may already be running.
+        The method is called after every ``leave`` and ``join`` of the step and before its first
+        ``sample``. The model's pass may already be running.
         """
         ...
 
@@ -126,7 +126,7 @@ class SpeculativeAlgorithm(Protocol):
         ...
 
     def reserve(self, limits: Limits) -> None:
-        """Allocate every persistent buffer and bind ``limits.kv`` for the draft model."""
+        """Allocate every persistent buffer, and bind ``limits.kv`` as the draft model's cache."""
         ...
 
     def lengths(self, batch: Batch) -> Tensor | None:

@@ -21,7 +21,7 @@ class PrefixMatch:
     """A cached prefix of a prompt.
 
     Attributes:
-        length: tokens of the prefix.
+        length: number of tokens of the prefix.
         pages: pages that hold it.
         handle: the cache's own data.
     """
@@ -52,7 +52,7 @@ class PrefixCache(Protocol):
     def insert(
         self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str
     ) -> NDArray[np.int32]:
-        """Take ownership of pages.
+        """Store the pages of a prefix, which belong to the cache from then on.
 
         Args:
             tokens: int32 [n], whole pages.
@@ -65,7 +65,7 @@ class PrefixCache(Protocol):
         ...
 
     def lock(self, match: PrefixMatch, delta: int) -> None:
-        """Pin (``delta`` = 1) or unpin (-1) a match against eviction."""
+        """Pin (``delta`` = 1) or unpin (-1) the pages of a match against eviction."""
         ...
 
     def evict(self, pages: int) -> NDArray[np.int32]:
@@ -77,7 +77,7 @@ class PrefixCache(Protocol):
         ...
 
     def size(self) -> tuple[int, int]:
-        """Return (pages held, pages evictable)."""
+        """Return (number of pages held, number of these that may be evicted)."""
         ...
 
     def check_integrity(self) -> None:
@@ -100,7 +100,7 @@ class SchedulingPolicy(Protocol):
 
         Args:
             waiting: waiting sequences.
-            cached: sequence id -> tokens of its prompt in the prefix cache.
+            cached: sequence id -> number of tokens of its prompt in the prefix cache.
         """
         ...
 
@@ -143,7 +143,7 @@ class Scheduler(Protocol):
         """End sequences now and free their pages.
 
         Returns:
-            Their last outputs; None if all ids are unknown.
+            The last outputs of these sequences; None if all ids are unknown.
         """
         ...
 
@@ -161,7 +161,7 @@ class Scheduler(Protocol):
     def commit(self, batch: Batch, result: StepResult) -> StepOutput:
         """Add a step's tokens to their sequences, finish sequences and free their pages.
 
-        Stale rows are dropped.
+        Results for rows whose epoch has changed since the launch are dropped.
         """
         ...
 
@@ -173,7 +173,7 @@ class Scheduler(Protocol):
         ...
 
     def load(self) -> Stats:
-        """Return the present load."""
+        """Return the scheduler's present statistics (gauges and counters)."""
         ...
 
     def flush(self) -> bool:

@@ -69,7 +69,7 @@ class TableTuner(Protocol):
 
         Args:
             shapes: the layers.
-            rows: numbers of tokens; (): the tuner's own.
+            rows: numbers of tokens to be measured; (): the tuner's default numbers.
         """
         ...
 

@@ -44,11 +44,12 @@ class Limits:
     """Upper bounds of a rank's sizes, for ``reserve``.
 
     Attributes:
-        rows: rows of the sequence table, and one more that padding rows of a captured step use.
-        context: positions that a row may touch: the longest sequence, a step at its end, and
-            drafts.
-        num_pages: pages of the KV pool, the scratch page 0 included.
-        width: tokens that a decoding row computes in a step.
+        rows: number of rows of the sequence table, plus one that padding rows of a captured step
+            use.
+        context: number of positions that a row may touch: the longest sequence, a step at its end,
+            and drafts.
+        num_pages: number of pages of the KV pool, the scratch page 0 included.
+        width: number of tokens that a decoding row computes in a step.
         vocab: size of the vocabulary.
         kv: the KV pool: for each layer a mapping from entry name to a tensor [pages * page_size,
             *shape].

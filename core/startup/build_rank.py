@@ -161,10 +161,10 @@ class RankBuilder:
         )
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
-        """Build the target model and the draft model (or None) without weights.
+        """Build the target model and the draft model without weights.
 
         Returns:
-            The model, the draft model and the speculative algorithm.
+            The target model, the draft model (None if there is none) and the speculative algorithm.
         """
         speculative = self.component("speculative")
         family = self.component("model")
@@ -194,8 +194,8 @@ class RankBuilder:
     def _draft_context(self, context: BuildContext) -> BuildContext:
         """Return the context that a draft model is built from.
 
-        Its cache layers follow the target's. A draft in a folder of its own is built from the facts
-        of that folder.
+        The draft's cache layers follow the target's. A draft in a folder of its own is built from
+        the facts of that folder.
         """
         facts = self.plan.facts
         return replace(
@@ -209,7 +209,7 @@ class RankBuilder:
     def _controls(
         self, scheduler: Scheduler, runner: Runner, parallel: ParallelStack
     ) -> dict[str, ControlHandler]:
-        """Return the handlers of control messages, by name."""
+        """Return the handlers of control messages, by action."""
         profiler = Profiler(self.worker.rank, self.worker.device, step_phases(scheduler, runner))
         return {
             "info": lambda args: self.info(parallel),
@@ -220,7 +220,7 @@ class RankBuilder:
         }
 
     def _load(self, model: Model, draft: Model | None) -> None:
-        """Load the weights of the target and the draft, and log the amount and the rate."""
+        """Load the weights of the target and the draft, and log the bytes read and the rate."""
         facts = self.plan.facts
         folders = [(facts.model, {"weights": model})]
         if draft is not None:
@@ -241,7 +241,7 @@ class RankBuilder:
             models: budget line -> model. Without models only the checks of the source run.
 
         Returns:
-            The bytes read.
+            The number of bytes read.
         """
         source = self.component("weights")
         size = 0
@@ -278,7 +278,7 @@ class RankBuilder:
     def info(self, parallel: ParallelStack) -> dict[str, Any]:
         """Return this rank's part of /server_info.
 
-        It has the seconds of each start-up phase, the planned and measured bytes of each budget
+        These are the seconds of each start-up phase, the planned and measured bytes of each budget
         line and, if ranks share the experts, how many of this rank's tokens chose each expert, by
         layer.
 

@@ -40,8 +40,8 @@ class CacheError:
     Attributes:
         prompts: number of prompts.
         tokens: tokens of each prompt.
-        kl: median Kullback-Leibler divergence, in nats, of the logits over the narrow cache from
-            those over the wide one.
+        kl: median Kullback-Leibler divergence, in nats, of the logits over the 8-bit cache from
+            those over the cache in the compute dtype.
         cosine: median cosine similarity of the two logit vectors.
         top1: share of prompts with the same best next token.
     """
@@ -66,7 +66,7 @@ def check_cache(runner: Runner, plan: EnginePlan, lend: Lend) -> str | None:
         lend: callback that gives the runner's parts a pool.
 
     Returns:
-        A remark for the log; None if the format has nothing to check.
+        A remark for the log on the error; None if the cache is not in an 8-bit format.
 
     Raises:
         GlowplugError: the error is larger than ``attention.kv_error``.
@@ -93,10 +93,10 @@ def check_cache(runner: Runner, plan: EnginePlan, lend: Lend) -> str | None:
 def cache_error(runner: Runner, plan: EnginePlan, lend: Lend) -> CacheError | None:
     """Measure the error of the plan's KV cache format.
 
-    Afterwards the runner's parts need a pool again.
+    Afterwards the caller must give the runner's parts a pool again.
 
     Returns:
-        The error; None if no step holds prompts that are long enough.
+        The error; None if no step holds prompts of ``MIN_PROMPT_TOKENS``.
     """
     prompts = _prompts(plan)
     if prompts is None:
@@ -116,7 +116,7 @@ def cache_error(runner: Runner, plan: EnginePlan, lend: Lend) -> CacheError | No
 
 
 def _tokens_behind(plan: EnginePlan) -> int:
-    """Return the number of tokens after a prompt that a step may touch."""
+    """Return the number of positions behind a prompt that the measured steps may touch."""
     return 1 + plan.sizes.width + plan.sizes.lookahead
 
 
@@ -147,8 +147,8 @@ def _next_logits(runner: Runner, pages: NDArray[np.int32], ids: NDArray[np.int32
     """Return the logits of each row's last token, which reads the tokens before it from the cache.
 
     Args:
-        pages: int32 [rows, pages].
-        ids: int32 [rows, n + 1].
+        pages: page numbers of the rows, int32 [rows, pages].
+        ids: token ids, int32 [rows, n + 1]: n of a prompt, then the token that reads them.
 
     Returns:
         float32 [rows, vocabulary].

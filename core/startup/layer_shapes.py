@@ -43,7 +43,7 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
 
 
 def _record(plan: EnginePlan, plugins: PluginSet) -> tuple[_RecordingScheme, _RecordingScheme]:
-    """Build the model; return the requests to the unquantized and to the chosen scheme."""
+    """Build the model; return the unquantized and the chosen scheme, with the recorded shapes."""
     from glowplug.core.startup.build_rank import build_context, make_worker
 
     worker = make_worker(plan, 0)
@@ -56,7 +56,7 @@ def _record(plan: EnginePlan, plugins: PluginSet) -> tuple[_RecordingScheme, _Re
 
 
 def _distinct(shapes: Iterable[Any], key: Callable[[Any], object]) -> list[Any]:
-    """Return the first shape of each ``key``, in order."""
+    """Return the first of ``shapes`` for each distinct value of ``key``, in order."""
     found: dict[object, Any] = {}
     for shape in shapes:
         found.setdefault(key(shape), shape)

@@ -33,7 +33,7 @@ def load_model(
         progress: callback for (tensors done, all tensors).
 
     Returns:
-        The bytes read.
+        The number of bytes read.
 
     Raises:
         WeightError: the message lists tensors that are missing, unexpected, or of another shape or
@@ -65,7 +65,7 @@ def load_model(
 def _values(
     source: WeightSource, wanted: list[WeightTarget]
 ) -> Iterator[tuple[WeightTarget, Tensor]]:
-    """Yield each wanted target with its tensor, as a stream if the source can stream."""
+    """Yield each wanted target with its tensor, in one stream if the source supports streams."""
     if isinstance(source, StreamingSource):
         yield from source.stream(wanted)
         return
@@ -143,7 +143,7 @@ def _readable(stored: str, fixed: str | None) -> bool:
 
 
 def _listed(names: list[str]) -> str:
-    """Return the first names as one text, and the number of further ones."""
+    """Return the first few names, and the number of the others, as one text."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more
 

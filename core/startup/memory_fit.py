@@ -186,7 +186,7 @@ class RankMemory:
         return MeasuredMemory(total=total, free=free, step=step, graphs=graphs)
 
     def _steps(self, runner: Runner) -> list[tuple[str, Callable[[], None]]]:
-        """Return the largest steps, each with the budget line that it measures."""
+        """Return each budget line to measure, with the function that runs its largest steps."""
         return [
             ("activations", partial(most_tokens, runner, self.plan)),
             ("logits", partial(most_logits, runner, self.plan)),
@@ -199,7 +199,7 @@ class RankMemory:
         take their memory beside the graphs'.
 
         Returns:
-            The bytes that the allocator claimed, which exceed the peak by fragmentation.
+            The peak of claimed bytes, which exceeds that of held bytes by fragmentation.
         """
         with self.meter.peak(line):
             return self._claims(runner, run)
@@ -286,7 +286,10 @@ class RankMemory:
 
     @contextmanager
     def naming(self, phase: str) -> Iterator[None]:
-        """Turn an out-of-memory error into a GlowplugError with phase and measured bytes."""
+        """Turn an out-of-memory error in the context into a GlowplugError.
+
+        The message has ``phase`` and the bytes measured so far.
+        """
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -296,13 +299,13 @@ class RankMemory:
             ) from error
 
     def report(self) -> dict[str, dict[str, int | None]]:
-        """Return the planned and measured bytes of each budget line.
+        """Return the bytes of each budget line and, on a device, those of a step.
 
         Returns:
-            For each line ``planned``: the plan's number; ``measured``: measured during start-up,
-            before the KV pool was made; ``served``: measured again beside the whole pool. On a
-            device there is a further line ``step``, whose ``served`` is the most bytes that a step
-            has taken since the rank was ready.
+            For each line: ``planned``: the plan's number; ``measured``: measured while starting,
+            before the KV pool was made; ``served``: for some lines, measured again with the whole
+            pool allocated. On a device the further key ``step`` has the bytes of a step; its
+            ``served`` is the most that any step has taken since the rank was ready.
         """
         planned = {line.name: line.bytes for line in self.plan.budget}
         lines: dict[str, dict[str, int | None]] = {}
@@ -330,7 +333,7 @@ class RankMemory:
         return max(0, self.gauge.most() - self.gauge.held())
 
     def graphs(self) -> str:
-        """Return a remark for the log: the memory that graphs really took."""
+        """Return a remark for the log on the memory that graphs really took."""
         took = self.meter.again.get("graphs", self.meter.lines.get("graphs", 0))
         if not took:
             return "graphs take no memory"
@@ -351,7 +354,7 @@ class RankMemory:
 
 
 class _NoGraphs:
-    """A graph runner without graphs, in place while steps run eagerly."""
+    """A graph runner without graphs, which replaces the runner's own while steps run eagerly."""
 
     def graph_for(self, batch: Batch) -> None:
         """Return None: no step is replayed."""

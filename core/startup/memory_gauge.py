@@ -135,7 +135,8 @@ class MemoryMeter:
 
     Attributes:
         lines: bytes measured before the port opens.
-        again: second measurements, of lines that are also measured under the conditions of service.
+        again: second measurements, for lines that are also measured under the conditions of
+            service.
     """
 
     def __init__(self, gauge: Gauge) -> None:
@@ -168,9 +169,9 @@ class MemoryMeter:
 
     @contextmanager
     def taking(self, line: str) -> Iterator[None]:
-        """Measure the loss of free device memory within the context as ``line``.
+        """Measure, as ``line``, the free memory of the device that is lost within the context.
 
-        The loss counts whichever library or process took the memory.
+        All of the loss counts, whichever library or process took the memory.
         """
         self.gauge.settle()
         before, _ = self.gauge.device()

@@ -55,7 +55,7 @@ class Phases:
 
 
 def rate(size: int, seconds: float) -> str:
-    """Convert a size and its rate to text: "31.4 GB, 15.2 GB/s" or "34.5 MB, 0.2 GB/s".
+    """Return a number of bytes and its rate as text: "31.4 GB, 15.2 GB/s" or "34.5 MB, 0.2 GB/s".
 
     Units are decimal, as memory and disks are sold.
     """

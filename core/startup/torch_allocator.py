@@ -40,7 +40,8 @@ def use_expandable_segments(expandable: bool) -> list[str]:
         expandable: use expandable segments.
 
     Returns:
-        Remarks for the log.
+        Remarks for the log: that expandable segments are in use from now on, or that environment
+        variables decide; otherwise [].
 
     Raises:
         GlowplugError: this version of torch has no function to change the setting.

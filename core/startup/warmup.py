@@ -62,7 +62,7 @@ SAMPLING_MODES: tuple[dict[str, Any], ...] = (
 
 
 def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = None) -> None:
-    """Run the self-test.
+    """Run the self-test: a short prefill, a longer one and a decode step on the scratch page.
 
     Args:
         router: the router of requests among groups of ranks; None: one group.
@@ -101,10 +101,10 @@ def most_tokens(runner: Runner, plan: EnginePlan) -> None:
 
 
 def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], cached: int) -> None:
-    """Run a step with one chunk for each of ``lengths``, none of which ends its prompt.
+    """Run a prefill step with a chunk of each length in ``lengths``; no chunk ends its prompt.
 
     Args:
-        cached: cached tokens before the first row's chunk.
+        cached: number of cached tokens before the first row's chunk.
     """
     batch = _scratch_batch(
         plan,
@@ -123,7 +123,7 @@ def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], ca
 
 
 def most_captured(runner: Runner, plan: EnginePlan, batch_sizes: Iterable[int]) -> None:
-    """Run a decode step at every captured batch size that could be the memory peak.
+    """Run a decode step at every captured batch size at which memory may peak.
 
     All rows are at the maximum length. Each batch size runs once per captured sampling mode.
     """
@@ -138,13 +138,16 @@ def most_captured(runner: Runner, plan: EnginePlan, batch_sizes: Iterable[int]) 
 
 
 def most_passed(runner: Runner, plan: EnginePlan) -> None:
-    """Run a prefill step at every captured token count that could be the memory peak."""
+    """Run a prefill step at every captured token count at which memory may peak."""
     for tokens in _most(plan.sizes.pass_tokens, plan.sizes.peak_tokens):
         _run_prompts(runner, plan, tokens)
 
 
 def _most(counts: Iterable[int], peaks: Iterable[int]) -> list[int]:
-    """Return the largest of ``counts``, and the largest up to each of ``peaks``; descending."""
+    """Return the largest of ``counts`` and, for each of ``peaks``, the largest one not above it.
+
+    The result is in descending order, without repetitions.
+    """
     distinct = set(counts)
     within = ([count for count in distinct if count <= peak] for peak in peaks)
     return sorted({max(group) for group in (distinct, *within) if group}, reverse=True)
@@ -159,7 +162,7 @@ def _run_prompts(runner: Runner, plan: EnginePlan, tokens: int) -> None:
 
 
 def most_logits(runner: Runner, plan: EnginePlan) -> None:
-    """Run a decode step with all rows and all sampling features, then score a prompt."""
+    """Run a decode step with all rows and sampling features, then score a prompt's tokens."""
     sizes = plan.sizes
     batch = _decoding(plan, sizes.max_running, min(sizes.context_length, WARM_TOKENS + sizes.width))
     _run_joined(runner, batch, ALL_SAMPLING_FEATURES)
@@ -182,10 +185,11 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
 
 
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
-    """Return (decoding rows, tokens) of the steps of ``steps_between``, ascending.
+    """Return (decoding rows, tokens) of each step that ``steps_between`` runs, ascending.
 
-    Token counts are all multiples of ROUND_TOKENS in the range and, between them, counts that are
-    alternately odd and divisible by SPECIALIZED_DIVISOR.
+    Between the largest captured token count and the chunk size, these are all multiples of
+    ROUND_TOKENS and, between them, counts that are alternately odd and divisible by
+    SPECIALIZED_DIVISOR.
     """
     least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
     steps = min(STEPS_BETWEEN, sizes.max_running - 1)
@@ -266,7 +270,7 @@ def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
     """Run one step and check its logits.
 
     Args:
-        widest: the batch of the rank with the most work in this step.
+        widest: the batch that the rank with the most work runs in this step.
 
     Raises:
         GlowplugError: the logits are not finite.
@@ -282,18 +286,18 @@ def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
 
 
 def _prompt_length(plan: EnginePlan) -> int:
-    """Return the number of tokens of the longest self-test prompt."""
+    """Return the number of tokens of the self-test's longest prompt."""
     return min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width, WARM_TOKENS)
 
 
 def _prefill(plan: EnginePlan) -> Batch:
-    """Return a prefill step of the longest self-test prompt."""
+    """Return a prefill step with the longest prompt of the self-test."""
     length = _prompt_length(plan)
     return _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
 
 
 def _short_prefill(plan: EnginePlan) -> Batch:
-    """Return a prefill step of the shortest self-test prompt."""
+    """Return a prefill step with the shortest prompt of the self-test."""
     length = min(SHORT_TOKENS, _prompt_length(plan))
     return _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
 
@@ -306,8 +310,8 @@ def _ids(plan: EnginePlan, count: int) -> np.ndarray:
 def _decode(plan: EnginePlan, step: int = 1) -> Batch:
     """Return a decode or verify step of up to 8 rows.
 
-    With speculation, lengths are stored on the device. The first row is then the prompt that was
-    just computed, and ``step`` counts the steps after it.
+    With speculation, lengths are stored on the device: the first row continues the prompt that was
+    just computed, and ``step`` is the number of this step after that prompt, from 1.
     """
     width = plan.sizes.width
     return _decoding(
@@ -318,7 +322,7 @@ def _decode(plan: EnginePlan, step: int = 1) -> Batch:
 
 
 def _decoding(plan: EnginePlan, rows: int, most: int) -> Batch:
-    """Return a decode or verify step of ``rows`` rows whose caches then hold ``most`` tokens."""
+    """Return a decode or verify step of ``rows`` rows that have ``most`` cached tokens after it."""
     width = plan.sizes.width
     mode = Mode.DECODE if width == 1 else Mode.VERIFY
     return _scratch_batch(plan, mode, rows, width, most, np.zeros(0, np.int32))
@@ -327,12 +331,12 @@ def _decoding(plan: EnginePlan, rows: int, most: int) -> Batch:
 def _scratch_batch(
     plan: EnginePlan, mode: Mode, rows: int, tokens: int, most: int, ids: np.ndarray
 ) -> Batch:
-    """Return a batch whose cache is stored in the scratch page alone.
+    """Return a batch that reads and writes cache entries in the scratch page alone.
 
     Args:
         rows: number of rows.
-        tokens: tokens of each row in this step.
-        most: tokens of each row's cache after this step.
+        tokens: number of tokens of each row in this step.
+        most: number of cached tokens of each row after this step.
         ids: int32 token ids of the prefill rows, flattened.
     """
     decodes = 0 if mode is Mode.PREFILL else rows

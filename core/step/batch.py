@@ -132,7 +132,8 @@ class Accepted:
         tokens: int64 [B, W]; row i holds ``counts[i]`` valid tokens.
         counts: int32 [B]; 0 for rows that do not sample.
         bad: bool [B]; True: the row's logits have NaN or +inf, or are all -inf.
-        logprobs: of every entry of ``tokens``, flattened ([B * W]); None if no row requests them.
+        logprobs: log-probabilities of every entry of ``tokens``, flattened ([B * W]); None if no
+            row requests them.
         packed: uint8, the bytes of tokens, counts and bad in this order; set by the runner, so that
             one copy takes all three to the host.
     """
@@ -183,11 +184,11 @@ class StepShape:
 
     Attributes:
         mode: the mode.
-        rows: most rows of any rank.
-        tokens: most tokens of any rank.
-        load: sequences that run or wait: those of this rank's group in the argument of ``agree``,
-            those of all groups in its result (0 without groups). Steps in flight need not be
-            counted, because ranks launch together.
+        rows: number of rows of the rank that has most.
+        tokens: number of tokens of the rank that has most.
+        load: number of sequences that run or wait: those of this rank's group in the argument of
+            ``agree``, those of all groups in its result (0 without groups). Steps in flight need
+            not be counted, because ranks launch together.
     """
 
     mode: Mode

@@ -42,15 +42,15 @@ class GraphPieces(Protocol):
         ...
 
     def key(self, name: str) -> object | None:
-        """Return the key of a piece for ``AttentionBackend.plan_step``.
+        """Return the key of a piece's graph, to be passed to ``AttentionBackend.plan_step``.
 
-        It is the same object in every step; None for an eager step.
+        The key is the same object in every step; None for an eager step.
         """
         ...
 
 
 class Direct:
-    """The ``GraphPieces`` of an eager step, which run directly."""
+    """The ``GraphPieces`` of an eager step: every piece is run, none is replayed."""
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         return work()
@@ -83,7 +83,7 @@ class SplitPoints:
         self.replacement: Callable[[SplitCall, tuple[Tensor, ...], int], Tensor] | None = None
 
     def call(self, work: SplitCall, rows: tuple[Tensor, ...], width: int) -> Tensor:
-        """Return ``work(*rows)``, or what ``replacement`` returns.
+        """Return ``work(*rows)``, or the result of ``replacement`` if one is set.
 
         The result is read before the next split point only. Everything else that ``work`` reads is
         the same in every step, except for the step's plan.
@@ -109,9 +109,10 @@ class ExtendWork:
     """A draft's pass over the tokens of a step, in a form that can be captured.
 
     Attributes:
-        extend: stores each of F tokens independently and runs on the device alone, so it may be
-            captured for more tokens: the padding is token 0 at position 0 and KV slot 0.
-        hidden: width of the hidden states that are passed to it.
+        extend: the pass. It stores the cache entries of each of F tokens independently and runs on
+            the device alone, so it may be captured for more tokens: the padding is token 0 at
+            position 0 and KV slot 0.
+        hidden: width of the hidden states that are passed to ``extend``.
         dtype: dtype of these hidden states.
     """
 

@@ -94,7 +94,7 @@ class Finished(msgspec.Struct, array_like=True):
     Attributes:
         id: the sequence.
         reason: stop, length, abort, timeout or error.
-        stop_id: the token that ended it, if one did.
+        stop_id: the token that ended the sequence, if one did.
         error: the error message.
         error_code: the error code.
     """
@@ -111,7 +111,7 @@ class Admitted(msgspec.Struct, array_like=True):
 
     Attributes:
         id: the sequence.
-        queued: seconds in the queue.
+        queued: seconds that the sequence waited in the queue.
         cached_tokens: prompt tokens found in the prefix cache.
     """
 
@@ -127,10 +127,10 @@ class Stats(msgspec.Struct, array_like=True):
         prefix_queries: look-ups in the prefix cache, one per admission.
         prefix_hits: look-ups that found a prefix.
         prefix_query_tokens: prompt tokens looked up at a first admission.
-        prefix_hit_tokens: those of them that were found.
+        prefix_hit_tokens: looked-up prompt tokens that were found in the prefix cache.
         step_seconds: time in steps of this group.
-        bubble_seconds: the part of it in which the device waited for the host.
-        busy_seconds: time in steps of any group; rates are computed over it.
+        bubble_seconds: the part of ``step_seconds`` in which the device waited for the host.
+        busy_seconds: time in steps of any group; token rates are computed over it.
         group: the data-parallel group of these statistics.
     """
 
@@ -242,7 +242,7 @@ class Failed(msgspec.Struct, tag="f", array_like=True):
         phase: the phase in which it failed.
         reason: the error.
         traceback: its stack; may be empty.
-        consequence: the rank only lost a peer; the cause is elsewhere.
+        consequence: True: the rank only lost a peer; the cause is elsewhere.
     """
 
     rank: int
@@ -261,7 +261,7 @@ class Turn(msgspec.Struct, array_like=True):
     Attributes:
         now: rank 0's monotonic time, in seconds.
         frames: the front end's frames, in order.
-        stop: the front end has gone; every rank leaves its loop.
+        stop: True: the front end has gone; every rank leaves its loop.
     """
 
     now: float

@@ -89,7 +89,7 @@ def _whole(low: int, high: int, optional: bool = False) -> _Check:
 
 
 def _number(low: float, high: float, above: bool = False) -> _Check:
-    """Return a check for a number in [low, high]; ``above``: ``low`` itself is refused."""
+    """Return a check for a number in [low, high]; with ``above``, ``low`` itself is refused."""
 
     def check(params: SamplingParams, name: str) -> None:
         value = getattr(params, name)
@@ -193,7 +193,8 @@ class Admission:
         priority: smaller numbers run earlier under the priority policy.
         salt: prefix-cache salt; sequences share cached pages only under equal salts.
         timeout: seconds from arrival after which the sequence ends; 0: never.
-        queue_timeout: seconds from arrival after which it ends while it is queued; 0: never.
+        queue_timeout: seconds from arrival after which the sequence ends if it is still queued; 0:
+            never.
     """
 
     priority: int = 0
@@ -214,14 +215,14 @@ class Sequence:
         prompt: int32 [prompt_len] token ids.
         params: sampling parameters with ``n == 1`` and with ``max_tokens`` and ``seed`` set.
         admission: priority, prefix-cache salt and limits in time.
-        arrival: monotonic time of its arrival at the engine, in seconds.
+        arrival: monotonic time of the sequence's arrival at the engine, in seconds.
         output: committed output token ids.
         row: row in the sequence table while running, else -1.
         cached_tokens: prompt tokens found in the prefix cache at first admission.
         preemptions: number of times it was preempted.
-        stop_ids: token ids that end it (eos unless ignored, and ``stop_token_ids``).
+        stop_ids: token ids that end the sequence (eos unless ignored, and ``stop_token_ids``).
         started: monotonic time of this rank at which it first entered a row; None before.
-        prefilled: its first token has been reported.
+        prefilled: True: the time of its first token has been reported.
     """
 
     id: int
@@ -239,7 +240,7 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Number of prompt and output tokens at which it ends with reason "length"."""
+        """Number of prompt and output tokens at which the sequence ends with reason "length"."""
         assert self.params.max_tokens is not None
         return len(self.prompt) + self.params.max_tokens
 

@@ -54,7 +54,7 @@ class HostEnds:
     def of(
         cls, wanted: Wide, token_row: Numbers, positions: Numbers, kv_slots: Numbers, pages: Numbers
     ) -> HostEnds:
-        """Select the tokens ``wanted`` of a flattened step.
+        """Return the ``HostEnds`` of the tokens ``wanted`` of a flattened step.
 
         Args:
             wanted: int64 [N], indices of tokens.
@@ -72,7 +72,7 @@ class HostEnds:
         return cls(count, parts[0], parts[1], parts[2], _fill(pages[token_row[wanted]], rows))
 
     def parts(self) -> list[NDArray[Any]]:
-        """Return the arrays for one copy to the device; ``on_device`` takes the copies."""
+        """Return the arrays to send to the device in one copy; ``on_device`` takes their copies."""
         rows = len(self.tokens)
         return [
             self.tokens,
@@ -88,7 +88,7 @@ class HostEnds:
         return (self.positions + 1).astype(np.int32)
 
     def on_device(self, step: int, views: tuple[Tensor, ...]) -> Ends:
-        """Return the Ends of the device tensors ``views``, which are copies of ``parts``.
+        """Return the ``Ends`` made of the device tensors ``views``, which are copies of ``parts``.
 
         ``step``: number of the step.
         """
@@ -112,7 +112,7 @@ class HostEnds:
 
 
 def filled(count: int) -> int:
-    """Return the number of rows, padding rows included, for ``count`` sampled tokens."""
+    """Return E, the number of rows for ``count`` sampled tokens, padding rows included."""
     if 0 < count <= ROW_MULTIPLE:
         return 1 << (count - 1).bit_length()
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE

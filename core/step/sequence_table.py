@@ -23,9 +23,9 @@ class SequenceTable:
         length: int32 [R], committed tokens (prompt and output).
         launched: int32 [R], tokens whose KV a launched step computes or has computed.
         prompt_len: int32 [R], prompt tokens.
-        max_length: int32 [R], length at which the row ends.
+        max_length: int32 [R], length at which the row's sequence ends.
         pages: int32 [R, P], page numbers; unused entries are 0, the scratch page.
-        num_pages: int32 [R], pages of the row.
+        num_pages: int32 [R], number of pages of the row.
         epoch: int64 [R], grows whenever the row's owner changes; stale results are recognised by
             it.
         sequences: the sequence of each row, or None.
@@ -74,7 +74,7 @@ class SequenceTable:
         return row
 
     def leave(self, row: int) -> NDArray[np.int32]:
-        """Free the row. Return a copy of its page numbers, which the caller owns now."""
+        """Free the row and return a copy of its page numbers; the caller owns these pages now."""
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is empty"
         held = self.pages[row, : self.num_pages[row]].copy()

@@ -74,7 +74,7 @@ def send_pinned(
 
     Args:
         parts: the arrays.
-        pinned: returns an int32 tensor of the given number of words.
+        pinned: function that returns a pinned int32 tensor of the given number of elements.
         device: torch device.
     """
     places = []

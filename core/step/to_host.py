@@ -34,9 +34,10 @@ class Marks:
 
 
 class Copy:
-    """A copy of tensors in flight.
+    """A copy of a step's tensors on the way to the host.
 
-    ``wait`` may be called once, before ``BUFFERS`` more copies have begun, and ``waited`` after it.
+    ``wait`` may be called once, before ``BUFFERS`` more copies have begun. ``waited`` may be called
+    after ``wait``.
 
     Args:
         memory: uint8 pinned buffer.
@@ -59,14 +60,14 @@ class Copy:
         marks.ended.record()
 
     def wait(self) -> list[NDArray[Any]]:
-        """Wait for the copy and return the tensors' values in memory of their own."""
+        """Wait for the copy and return the values, in memory that later copies do not use."""
         self._marks.ended.synchronize()
         return [np.array(part.numpy()) for part in self._parts]
 
     def waited(self) -> float:
         """Return the seconds from the end of the previous copy to the beginning of this step.
 
-        The device's own clock measures them.
+        The device's own clock measures this time.
         """
         if self._before is None:
             return 0.0
@@ -75,7 +76,7 @@ class Copy:
 
 
 class HostCopier:
-    """A copier from one device, on its current stream.
+    """A copier of steps' results from one device to the host, on the current stream.
 
     For each step call ``mark``, enqueue the step's work, and call ``begin``.
     """
@@ -93,7 +94,7 @@ class HostCopier:
         marks.begun.record()
 
     def begin(self, tensors: Seq[Tensor]) -> Copy:
-        """Enqueue copies of ``tensors`` in their present state, without waiting."""
+        """Enqueue copies of the present values of ``tensors`` to the host, without waiting."""
         buffer = self._buffer
         marks = self._marks[self._buffer]
         assert buffer >= 0 and marks is not None, "mark comes first"

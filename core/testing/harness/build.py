@@ -83,7 +83,7 @@ class DictSource:
 
 
 def plan_for(facts: ModelFacts, dtype: str = "float32", **sizes: Any) -> EnginePlan:
-    """Return a bare plan around ``facts``."""
+    """Return a plan without choices for ``facts``; ``sizes`` replace fields of ``plan.sizes``."""
     plan = bare_plan(**sizes)
     return replace(plan, dtype=dtype, kv_dtype=dtype, facts=replace(plan.facts, model=facts))
 
@@ -103,7 +103,7 @@ def build_context(
         facts: the model's facts.
         plan: the plan; None: ``plan_for(facts)``.
         quantization: name of the quantization scheme.
-        attention: the backend; None: torch's of the model's kind.
+        attention: the attention backend; None: the one of ``ATTENTION`` for the model's kind.
         quantization_options: options of the scheme.
         changes: fields of the context to replace.
     """
@@ -201,12 +201,12 @@ class Stepper:
 
     @torch.inference_mode()
     def fill(self, row: int, ids: list[int], previous: Tensor) -> None:
-        """Cache the row's next tokens in a NextN layer.
+        """Store the cache entries of a row's next tokens in a NextN layer.
 
         Args:
             row: the row.
             ids: its next tokens.
-            previous: hidden states before them, [T, hidden].
+            previous: hidden states at the positions before these tokens, [T, hidden].
         """
         batch = self._batch({row: ids}, 0)
         model: Any = self.model
@@ -215,11 +215,11 @@ class Stepper:
 
     @torch.inference_mode()
     def logits(self, chunks: Mapping[int, list[int]], decodes: int = 0) -> Tensor:
-        """Return logits float32 [T, V] of every token fed."""
+        """Run a step and return the logits of all its tokens, float32 [T, V]."""
         return self.model.logits(self.hidden(chunks, decodes)[0])
 
     def greedy(self, prompt: list[int], count: int, row: int = 0) -> list[int]:
-        """Return the ``count`` most likely tokens after ``prompt``."""
+        """Decode greedily: return the ``count`` tokens that follow ``prompt``."""
         logits = self.logits({row: prompt})
         tokens = [int(logits[-1].argmax())]
         while len(tokens) < count:

@@ -105,8 +105,8 @@ class Drive:
     """A scheduler, a table, a poisoned pool and a fake model, stepped together.
 
     Args:
-        depth: steps that may be in flight when the next one is scheduled: 0 is no overlap, 1 the
-            engine's depth.
+        depth: number of steps that may be in flight when the next one is scheduled: 0 is no
+            overlap, 1 the engine's depth.
         seed: seed of the fake model's drafts.
         bad: (sequence id, output length) at which the fake logits become NaN.
     """
@@ -146,7 +146,7 @@ class Drive:
         self.batches: list[Batch] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence."""
+        """Add a sequence to the scheduler."""
         self.scheduler.add(sequence)
         self.seen[sequence.id] = Collected()
 

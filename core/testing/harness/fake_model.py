@@ -60,12 +60,13 @@ class FakeModel:
     """A model that runs batches at once, in launch order; the caller commits the results later.
 
     Args:
-        width: tokens that a decoding row computes; beyond one, drafts are right with probability
-            ``hit``.
+        width: number of tokens that a decoding row computes; beyond one, drafts are right with
+            probability ``hit``.
         bad: (sequence id, output length) at which the logits become NaN.
-        lookahead: entries that a draft writes behind the accepted tokens; they are never read.
-        depth: steps that may be in flight at a launch; each may make a bound too high by ``width -
-            1``.
+        lookahead: number of entries that a draft writes behind the accepted tokens; they are never
+            read.
+        depth: number of steps that may be in flight at a launch; each may make the ``kv_lens`` of a
+            row too high by up to ``width - 1``.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class FakeModel:
         return result
 
     def _empty_result(self, rows: int) -> StepResult:
-        """Return results without tokens.
+        """Return results of ``rows`` rows, still without tokens.
 
         The token ids in ``logprobs`` are a view of ``tokens``, so they follow later changes.
         """
@@ -137,7 +138,7 @@ class FakeModel:
     # ---- rows ------------------------------------------------------------------------------------
 
     def _change_rows(self, batch: Batch) -> None:
-        """Remove the states of rows that left and add those of rows that joined."""
+        """Remove the states of rows that left, and add states for rows that joined."""
         for row in batch.left:
             self._require(row in self.rows, f"row {row} left without having joined")
             del self.rows[row]
@@ -167,7 +168,7 @@ class FakeModel:
             self._draft(batch, i, row)
 
     def _check_chunk(self, batch: Batch, i: int, row: RowState, start: int, stop: int) -> None:
-        """Check a draft's inputs for a chunk: the next token, and the flag of a resumed prefix."""
+        """Check the fields that a draft reads for a chunk: ``next_ids`` and ``resumed``."""
         chunk = i - batch.num_decodes
         number = int(batch.rows[i])
         self._require(
@@ -186,16 +187,16 @@ class FakeModel:
         row.begun = True
 
     def _draft(self, batch: Batch, i: int, row: RowState) -> None:
-        """Write a draft's entries behind the accepted tokens, on the row's own pages.
+        """Write invalid entries behind the accepted tokens, where a draft would write its own.
 
-        The next step overwrites them.
+        The entries are on the row's own pages, and the next step overwrites them.
         """
         limit = int(self.table.max_length[int(batch.rows[i])])
         for position in range(row.length - 1, min(row.length - 1 + self.lookahead, limit - 1)):
             self._write(batch, i, position, POISON, EMPTY_HASH)
 
     def _decode(self, batch: Batch, i: int, row: RowState, result: StepResult) -> None:
-        """Run the width's tokens of batch row ``i`` and accept the right ones."""
+        """Compute ``width`` tokens of decoding row ``i`` and accept its correct drafts."""
         number = int(batch.rows[i])
         limit = int(self.table.max_length[number])
         if row.length >= limit:
@@ -215,13 +216,13 @@ class FakeModel:
         self._draft(batch, i, row)
 
     def _skip_full(self, i: int, row: int, result: StepResult) -> None:
-        """Give a row at its limit any token; the commit drops it."""
+        """Return an arbitrary token for a row at its maximum length; the commit drops the token."""
         self._require(self.width > 1, f"row {row} is launched although it was known to be full")
         result.tokens[i] = 0
         result.counts[i] = 1
 
     def _write_all(self, batch: Batch, i: int, first: int, state: int, tokens: list[int]) -> None:
-        """Write entries of ``tokens`` from position ``first`` on, where the limit allows them."""
+        """Write entries of ``tokens`` from position ``first`` on, up to the row's limit."""
         limit = int(self.table.max_length[int(batch.rows[i])])
         for position, token in enumerate(tokens, first):
             state = extend(state, token)
@@ -229,7 +230,10 @@ class FakeModel:
                 self._write(batch, i, position, token, state)
 
     def _check_bound(self, batch: Batch, i: int, exact: int) -> None:
-        """Check that ``kv_lens`` of row ``i`` is ``exact``, or above it by steps in flight."""
+        """Check that ``kv_lens`` of row ``i`` is ``exact`` or a valid upper bound.
+
+        Each step in flight may raise the bound by ``width - 1``.
+        """
         bound = int(batch.kv_lens[i])
         most = exact + self.depth * (self.width - 1)
         self._require(
@@ -239,7 +243,7 @@ class FakeModel:
         )
 
     def _following(self, state: int) -> list[int]:
-        """Return the next ``width`` tokens of the prefix with hash ``state``."""
+        """Return the ``width`` tokens that follow the prefix with hash ``state``."""
         tokens = []
         for _ in range(self.width):
             tokens.append(next_token(state, self.vocab))
@@ -247,7 +251,7 @@ class FakeModel:
         return tokens
 
     def _drafts(self, truth: list[int]) -> list[int]:
-        """Return drafts of all tokens but the last, each right with probability ``hit``."""
+        """Return drafts for all but the last of ``truth``, each right with probability ``hit``."""
         return [
             token if self._random.random() < self.hit else (token + 1) % self.vocab
             for token in truth[:-1]
@@ -307,7 +311,7 @@ class FakeModel:
         return pages * size + positions % size
 
     def _read(self, batch: Batch, i: int, count: int) -> int:
-        """Check the first ``count`` entries of a row and return the hash of that prefix."""
+        """Check the first ``count`` cache entries of a row and return the hash of these tokens."""
         if count == 0:
             return EMPTY_HASH
         kv_slots = self._kv_slots(batch, i, np.arange(count, dtype=np.int64))

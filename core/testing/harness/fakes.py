@@ -69,7 +69,7 @@ def component(
 ) -> Component:
     """Return a declaration whose factory does not exist.
 
-    It is enough for all that runs before a worker builds the component.
+    The declaration is enough for all that runs before a worker builds the component.
     """
     use: Any = (Literal[name], name)
     options: Any = create_model(
@@ -117,7 +117,7 @@ def write_model(
 
 
 def fake_inventory(model: ModelFacts) -> Inventory:
-    """Return an inventory of the embedding alone."""
+    """Return an inventory of a model that consists of its embedding."""
     split = Split("vocab_size", model.vocab_size)
     size = (model.vocab_size, model.hidden_size)
     table = TensorSpec("model.embed_tokens.weight", VOCAB, *size, split=split)

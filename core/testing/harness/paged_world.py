@@ -36,7 +36,7 @@ class World:
         rows: the sequences of the step.
         page_size: tokens of a page.
         num_pages: pages of the pool.
-        cached: entry name -> history of each row, [length, *shape].
+        cached: entry name -> the entry's values for all tokens of each row, [length, *shape].
         pools: entry name -> the backend's cache, [num_pages * page_size, *shape].
     """
 
@@ -54,9 +54,11 @@ class World:
         generator: torch.Generator,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Make a random history under ``name`` and put its prefix into the pool.
+        """Make random cache entries ``name`` of all rows and store those of earlier tokens.
 
-        Numbers are float32 values that ``dtype`` holds exactly.
+        Earlier tokens are those before the step's own; their entries are put into the pool.
+
+        The values are float32 numbers that ``dtype`` holds exactly.
 
         Returns:
             The entries of the step's own tokens, [T, *shape].
@@ -154,7 +156,7 @@ def _set_device_fields(world: World) -> None:
 def _random_pages(
     rows: list[Row], page_size: int, seed: int, spare_columns: int
 ) -> tuple[NDArray[np.int32], int]:
-    """Return the rows' pages in random order, and the number of pages, three of them unused."""
+    """Return random pages for each row, and the number of pages, three of them unused."""
     need = [-(-row.length // page_size) for row in rows]
     num_pages = 1 + sum(need) + 3
     order = np.random.default_rng(seed).permutation(np.arange(1, num_pages))

@@ -14,7 +14,7 @@ VOCAB = 997  #: tokens of the fake model's vocabulary
 def sizes(**changes: Any) -> Sizes:
     """Return small sizes: context 64, 8 rows, chunks of 16, pages of 4.
 
-    The pool has pages for all rows at full length.
+    The pool has pages for all rows at full length. ``changes`` replace fields.
     """
     small = Sizes(
         context_length=64,
@@ -31,7 +31,7 @@ def sizes(**changes: Any) -> Sizes:
 
 
 def bare_plan(**changes: Any) -> EnginePlan:
-    """Return a plan of ``sizes(**changes)`` and a fake model of ``VOCAB`` tokens."""
+    """Return a plan without choices: ``sizes(**changes)`` and a model of ``VOCAB`` tokens."""
     model = ModelFacts(
         path="",
         architecture="Fake",

@@ -22,7 +22,7 @@ def extend(prefix_hash: int, token: int) -> int:
 
 
 def extend_all(prefix_hashes: NDArray[np.uint64], tokens: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return ``extend`` of many prefixes."""
+    """Return the result of ``extend`` for each of many prefixes and its token."""
     value = (prefix_hashes ^ (tokens + np.uint64(SPLITMIX_INCREMENT))) * np.uint64(
         SPLITMIX_FACTOR_1
     )
@@ -43,7 +43,7 @@ def logprob_of(prefix_hash: int) -> float:
 def reference(
     prompt: list[int], params: SamplingParams, stop_ids: frozenset[int], *, vocab: int, context: int
 ) -> tuple[list[int], str]:
-    """Return the (output, finish reason) of any correct schedule."""
+    """Return the (output, finish reason) that every correct schedule yields for ``prompt``."""
     state = EMPTY_HASH
     for token in prompt:
         state = extend(state, token)

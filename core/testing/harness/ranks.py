@@ -82,7 +82,7 @@ class RankSet:
     ``close`` ends the threads.
 
     Attributes:
-        engines: engines by rank.
+        engines: each rank's engine, by rank.
         collected: the front's outputs for each submitted sequence, by id.
         stats: the last statistics of each data-parallel group.
         replies: replies to Controls, by their id.

@@ -45,7 +45,7 @@ class MlaCase:
 
 @dataclass
 class MhaCase:
-    """A grouped-query layer."""
+    """An ``MhaLayer`` of grouped-query attention."""
 
     heads: int = 6
     kv_heads: int = 2
@@ -55,7 +55,10 @@ class MhaCase:
 
 
 class AttentionSuite:
-    """Tests of both kinds. Override ``device``, ``dtype`` or ``error`` (absolute) as needed."""
+    """Tests of both MLA and MHA backends.
+
+    Override ``device``, ``dtype`` or ``error`` (the largest absolute error) as needed.
+    """
 
     device = "cpu"
     dtype = torch.float32
@@ -171,7 +174,7 @@ class AttentionSuite:
                 )
 
     def test_a_first_key_is_where_attention_begins(self) -> None:
-        """A draft's cache has no entry in its first position; here it holds NaN."""
+        """A draft's cache has no entry in its first position; that position holds NaN here."""
         if not self.first_key:
             pytest.skip("this backend reads every position")
         for seed in range(2 * self.max_width):

@@ -21,7 +21,7 @@ DRAWS = 20_000
 
 
 def decode_batch(rows: Seq[int], positions: Seq[int]) -> Batch:
-    """Return a step in which each row draws the token at its position."""
+    """Return a step in which each of ``rows`` draws the token at its position."""
     count = len(rows)
     return Batch(
         step=0,
@@ -120,7 +120,10 @@ def naive_logits(
     output: Seq[int],
     stops: Seq[int],
 ) -> NDArray[np.float64]:
-    """Edit by definition: allowed tokens, min_tokens, bias, repetition, frequency, presence."""
+    """Return ``logits`` edited token by token, as the parameters are defined.
+
+    The edits are allowed tokens, min_tokens, bias, and repetition, frequency and presence penalty.
+    """
     edited = logits.copy()
     bias = params.logit_bias or {}
     repetition = params.repetition_penalty
@@ -140,7 +143,10 @@ def naive_logits(
 
 
 def naive_distribution(logits: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:
-    """Apply temperature, then min-p, top-k and top-p, each to the tokens still left."""
+    """Return the probabilities of all tokens.
+
+    The steps are temperature, then min-p, top-k and top-p, each applied to the tokens still left.
+    """
     probs = np.exp((logits - logits.max()) / params.temperature)
     probs[probs < params.min_p * probs.max()] = 0.0
     if params.top_k > 0:
@@ -159,7 +165,10 @@ def chi_square_limit(freedom: int) -> float:
 
 
 def assert_follows(tokens: NDArray[np.int64], expected: NDArray[np.float64]) -> None:
-    """Test by chi-square at a significance of about 1e-5; no token outside the support."""
+    """Assert by a chi-square test that ``tokens`` are drawn from the distribution ``expected``.
+
+    The significance is about 1e-5. No token of probability zero may occur.
+    """
     counts = np.bincount(tokens, minlength=len(expected)).astype(np.float64)
     impossible = np.flatnonzero(counts * (expected == 0))
     assert not len(impossible), f"drew tokens of probability zero: {impossible}"

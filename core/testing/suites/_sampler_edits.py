@@ -23,7 +23,7 @@ class SamplerEditsSuite(SamplerBase):
     """Tests of edited logits and of the tokens that penalties count."""
 
     def check_edits(self, **changes: object) -> None:
-        """Check draws from edited logits: their distribution, and greedy's choice."""
+        """Check draws with the parameters ``changes``: distribution, and the greedy choice."""
         prompt = [1, 2, 2]
         output = [4, 4, 8]
         driver = self.driver()
@@ -75,7 +75,7 @@ class SamplerEditsSuite(SamplerBase):
             )
 
     def test_observed_tokens_count_like_joined_ones(self) -> None:
-        """Penalties count tokens observed one by one like those joined with (preemption)."""
+        """Penalties count observed tokens like those with which a preempted row joins again."""
         stepped = self.driver()
         joined = self.driver()
         logits = self.logits(3)

@@ -66,7 +66,7 @@ class SchedulerBase:
         )
 
     def expect(self, drive: Drive, sequences: list[Sequence]) -> None:
-        """Check outputs and finish reasons against the reference."""
+        """Check outputs and finish reasons of ``sequences`` against the reference."""
         for one in sequences:
             tokens, reason = reference(
                 one.prompt.tolist(),

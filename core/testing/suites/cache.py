@@ -35,7 +35,7 @@ class Pool:
         self.outside: set[int] = set()
 
     def fill(self, tokens: list[int], salt: str) -> Ints:
-        """Return new pages that hold the whole pages of ``tokens``."""
+        """Return new pages filled with ``tokens``, without those of an incomplete last page."""
         pages = []
         for end in range(SIZE, len(tokens) + 1, SIZE):
             self.content[self.next] = (hash(salt), *tokens[:end])
@@ -75,7 +75,7 @@ class CacheSuite:
         return Pool()
 
     def put(self, cache: PrefixCache, pool: Pool, tokens: list[int], salt: str = "") -> None:
-        """Insert the whole pages of ``tokens``: shared pages as found, the others newly filled."""
+        """Insert the complete pages of ``tokens``: cached pages as found, the others new."""
         whole = tokens[: len(tokens) // SIZE * SIZE]
         match = cache.match(ints(whole), salt)
         cache.lock(match, 1)
@@ -193,7 +193,7 @@ class CacheSuite:
         rng: random.Random,
         locked: list[tuple[PrefixMatch, list[int], str]],
     ) -> None:
-        """Insert, lock, unlock or evict at random; ``locked`` lists the locked prefixes."""
+        """Insert, lock, unlock or evict at random; ``locked``, the locked prefixes, is updated."""
         tokens = [rng.randrange(2) for _ in range(rng.randrange(0, 40))]
         salt = rng.choice(["", "x"])
         action = rng.randrange(5)
@@ -223,7 +223,7 @@ class CacheSuite:
         self.check_account(cache, pool)
 
     def check_account(self, cache: PrefixCache, pool: Pool) -> None:
-        """Check the cache's page counts against each other and the limit."""
+        """Check that the cache's page counts agree with each other and keep the limit."""
         held, evictable = cache.size()
         assert 0 <= evictable <= held
         assert self.max_pages is None or held <= self.max_pages

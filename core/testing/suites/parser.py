@@ -48,7 +48,7 @@ def run(parser: OutputParser, chunks: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def split_at(text: str, places: Sequence[int]) -> list[str]:
-    """Cut a text at some places."""
+    """Cut a text at the given places."""
     ends = [0, *sorted(places), len(text)]
     return [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
@@ -59,11 +59,11 @@ class ParserSuite:
     seconds_a_megabyte = 1.0  #: most processor time for a megabyte of adversarial text
 
     def make(self) -> OutputParserFactory:
-        """Return your factory."""
+        """Return the parser factory under test."""
         raise NotImplementedError
 
     def cases(self) -> Sequence[Case]:
-        """Return texts of your format.
+        """Return texts of the format under test, with their parsed forms.
 
         They should be plain, with every construct, truncated in each construct, with Unicode and
         with white space.
@@ -71,7 +71,7 @@ class ParserSuite:
         raise NotImplementedError
 
     def adversarial(self) -> Sequence[str]:
-        """Return patterns to repeat for a megabyte: parts of your tags, white space, nesting."""
+        """Return patterns to repeat for a megabyte: parts of tags, white space, nesting."""
         return ["<", "</", " ", "\n", "{", "[", '"', "\\", "<<think>", "</think", "a"]
 
     def start(self, case: Case) -> OutputParser:

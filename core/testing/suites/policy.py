@@ -14,7 +14,7 @@ from glowplug.core.testing.harness.plans import bare_plan
 
 
 def some(rng: random.Random, count: int) -> list[Sequence]:
-    """Return sequences in order of arrival, some of which have been preempted before."""
+    """Return ``count`` sequences in order of arrival, some of which were preempted before."""
     made = [
         sequence(
             i,

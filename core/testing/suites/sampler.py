@@ -125,7 +125,10 @@ class SamplerSuite(SamplerEditsSuite):
         self.check_strided(driver, every_second, torch.stack([own, own + 9], 1)[:, 0])
 
     def check_strided(self, driver: Driver, rows: Tensor, positions: Tensor) -> None:
-        """Compare draws with those of contiguous arguments, and observe strided tokens."""
+        """Check that strided arguments give the same draws as contiguous ones.
+
+        Strided tokens are observed, too.
+        """
         logits = self.logits(6)
         strided = driver.sample(rows, positions, logits)
         assert driver.sample(rows.clone(), positions.clone(), logits) == strided
@@ -152,7 +155,7 @@ class SamplerSuite(SamplerEditsSuite):
 
     @staticmethod
     def check_logprobs(sampled: Sampled, row: int, expected: Tensor, k: int) -> None:
-        """Compare a row's log-probabilities with ``expected`` [V]: its token's and the best k."""
+        """Check a row's log-probabilities against ``expected`` [V]: its token's and the k best."""
         got = sampled.logprobs
         assert got is not None
         best = expected.topk(k)
@@ -179,7 +182,7 @@ class SamplerSuite(SamplerEditsSuite):
 
     @staticmethod
     def broken(logits: Tensor) -> Tensor:
-        """Return logits whose rows 3, 10, 11 and 20 are bad."""
+        """Return logits whose rows 3, 10, 11 and 20 are bad (see ``Sampled.bad``)."""
         broken = logits.clone()
         broken[3, 5] = math.nan
         broken[10] = -math.inf
