@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from glowplug.kernels.collectives import add_norm, expert_exchange, gather
 from glowplug.kernels.collectives.all_reduce import RECEIVE, SEND, SUM, one_shot, two_shot
@@ -39,11 +41,13 @@ class Group:
     @classmethod
     def of(cls, ranks: int, capacity: int, tile: int, tiles: int = 0) -> Group:
         memory = [
-            torch.full((buffer_words(ranks, capacity) // 2,), EMPTY_BITS, dtype=torch.int32)
+            torch.full(
+                (buffer_words(ranks, capacity) // 2,), EMPTY_BITS, dtype=torch.int32, device=DEVICE
+            )
             for _ in range(ranks)
         ]
         addresses = [one.data_ptr() for one in memory]
-        fault = torch.zeros(2, dtype=torch.int64)
+        fault = torch.zeros(2, dtype=torch.int64, device=DEVICE)
         return cls(
             memory,
             [
@@ -60,7 +64,7 @@ class Group:
 def numbers(ranks: int, *shape: int, seed: int = 0, dtype: torch.dtype = HALF) -> list[Tensor]:
     """Return random numbers for each rank, with zeros of both signs among them."""
     generator = torch.Generator().manual_seed(seed)
-    found = [torch.randn(*shape, generator=generator).to(dtype) for _ in range(ranks)]
+    found = [torch.randn(*shape, generator=generator).to(DEVICE, dtype) for _ in range(ranks)]
     for x in found:
         x.view(-1)[::5] = 0.0
         x.view(-1)[1::7] = -0.0
@@ -124,7 +128,7 @@ def test_gather_and_scatter(ranks: int, shape: tuple[int, ...]) -> None:
     group = Group.of(ranks, 128, 64)
     for call in range(4):
         given = numbers(ranks, *shape, seed=call)
-        found = [torch.zeros(ranks, x.numel(), dtype=HALF) for x in given]
+        found = [torch.zeros(ranks, x.numel(), dtype=HALF, device=DEVICE) for x in given]
         for stage in (SEND, SUM):
             for rank, x in enumerate(given):
                 whole = found[rank].unsqueeze(0)
@@ -148,7 +152,7 @@ def test_norm_of_the_sum_equals_an_all_reduce_and_a_norm(size: int, parts: int) 
     weight, residual = numbers(2, size)[0], numbers(1, rows, size, seed=9)[0]
     for call in range(4):
         given = numbers(ranks, rows * max(1, parts), size, seed=call)
-        ids = torch.tensor([[0, -1, 2]] * rows) if parts else None
+        ids = torch.tensor([[0, -1, 2]] * rows, device=DEVICE) if parts else None
         local = given
         if ids is not None:
             local = [
@@ -162,7 +166,7 @@ def test_norm_of_the_sum_equals_an_all_reduce_and_a_norm(size: int, parts: int) 
         wanted = plain_add_rms_norm(summed(local), residual, weight, 1e-6)
         for stage in (SEND, SUM):
             for rank, x in enumerate(given):
-                plain = torch.empty(rows, size, dtype=HALF)
+                plain = torch.empty(rows, size, dtype=HALF, device=DEVICE)
                 total = add_norm.add_rms_norm(
                     x,
                     residual,
@@ -191,20 +195,22 @@ def test_tokens_reach_their_experts_and_return(
         generator = torch.Generator().manual_seed(call)
         given = numbers(ranks, rows, hidden, seed=call)
         chosen = [
-            torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(rows)])
+            torch.stack(
+                [torch.randperm(experts, generator=generator)[:topk] for _ in range(rows)]
+            ).to(DEVICE)
             for _ in range(ranks)
         ]
-        chosen[0][0] = torch.tensor([0, 1, 2])  # experts of one share only
-        weights = [torch.rand(rows, topk, generator=generator) for _ in range(ranks)]
+        chosen[0][0] = torch.tensor([0, 1, 2], device=DEVICE)  # experts of one share only
+        weights = [torch.rand(rows, topk, generator=generator).to(DEVICE) for _ in range(ranks)]
         own = [
             (x[:count], ids[:count], factors[:count])
             for x, ids, factors, count in zip(given, chosen, weights, counts)
         ]
         found = [
             expert_exchange.Dispatched(
-                torch.full((ranks * rows, hidden), float("nan"), dtype=HALF),
-                torch.full((ranks * rows, topk), 99, dtype=torch.int32),
-                torch.full((ranks * rows, topk), float("nan")),
+                torch.full((ranks * rows, hidden), float("nan"), dtype=HALF, device=DEVICE),
+                torch.full((ranks * rows, topk), 99, dtype=torch.int32, device=DEVICE),
+                torch.full((ranks * rows, topk), float("nan"), device=DEVICE),
             )
             for _ in range(ranks)
         ]
@@ -225,7 +231,11 @@ def test_tokens_reach_their_experts_and_return(
             for source, count in enumerate(counts[:ranks]):
                 for row in range(rows):
                     at = source * rows + row
-                    ids = chosen[source][row] if row < count else torch.full((topk,), -1)
+                    ids = (
+                        chosen[source][row]
+                        if row < count
+                        else torch.full((topk,), -1, device=DEVICE)
+                    )
                     local = torch.where((ids >= 0) & (ids // held == share), ids % held, -1)
                     assert got.ids[at].tolist() == local.tolist()
                     if (local >= 0).any():
@@ -271,7 +281,9 @@ def test_rows_are_gathered_side_by_side(columns: int, dtype: torch.dtype) -> Non
     group = Group.of(ranks, 4096, 128)
     for call in range(4):
         given = numbers(ranks, rows, columns, seed=call, dtype=dtype)
-        found = [torch.zeros(rows, ranks, columns, dtype=dtype) for _ in range(ranks)]
+        found = [
+            torch.zeros(rows, ranks, columns, dtype=dtype, device=DEVICE) for _ in range(ranks)
+        ]
         for stage in (SEND, SUM):
             for rank, x in enumerate(given):
                 gather.all_gather(x, found[rank], group.buffers[rank], stage)
