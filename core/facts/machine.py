@@ -67,7 +67,7 @@ def _cores() -> int:
 def _memory() -> int:
     """Return the bytes of memory that this process may use.
 
-    The number is the machine's memory, or the control group's limit if there is one.
+    The number is the machine's memory, or the control group's limit if that is lower.
     """
     limits = []
     for line in _text("/proc/meminfo").splitlines():
