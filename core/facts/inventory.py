@@ -170,7 +170,7 @@ class Inventory:
 def count_declared(
     model: ModelFacts, inventory: Inventory, stored: StoredFormat
 ) -> dict[WeightKind, int]:
-    """Return the number of elements of each kind, counted from the tensors that a family declares.
+    """Return the number of elements of each kind in the tensors that a model family declares.
 
     Plans use these counts where the tensor headers of a checkpoint are not available.
 

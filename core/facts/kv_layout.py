@@ -57,12 +57,12 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers."""
+        """Bytes of one token in the cache over all layers."""
         return self.layers * sum(entry.token_bytes for entry in self.entries)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """Bytes of one page of cache over all layers."""
         return self.token_bytes * self.page_size
 
 

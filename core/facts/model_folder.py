@@ -86,7 +86,7 @@ def locate_model(name: str) -> str:
 
 
 def _hub_snapshot(name: str) -> Path | None:
-    """Return the folder of the newest snapshot of a hub id in the local cache; None if not there.
+    """Return the folder of the newest local snapshot of a hub id; None if there is none.
 
     NOTE: HF_HOME is the hub library's own variable for the place of its cache.
     """

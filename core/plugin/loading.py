@@ -137,7 +137,7 @@ def load(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[
 
 
 def _registered(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[Component]]:
-    """Import and register one plugin without cleaning up a failure; return as ``load`` does."""
+    """Import and register one plugin, without cleanup after a failure; return its components."""
     plugin = _import(source)
     if manager.get_name(plugin) is not None:
         return {}  # the same module under a second name

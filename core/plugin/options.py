@@ -147,7 +147,7 @@ class SpeculativeOptions(Options):
         return 0
 
     def draft_folder(self) -> str | None:
-        """Return the folder of the draft model; None if there is none, or the target's is used."""
+        """Return the draft model's folder; None if there is none, or it is the target's."""
         return None
 
 

@@ -20,7 +20,7 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDecoder(Protocol):
-    """A decoder of one sequence's ids. A character is returned once its last byte has arrived."""
+    """A decoder of one sequence's token ids; text is returned once its last byte has arrived."""
 
     def feed(self, ids: Sequence[int]) -> str: ...
 

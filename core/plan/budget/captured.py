@@ -139,7 +139,7 @@ def _batch_size_decision(proposal: Proposal, sizes: tuple[int, ...], rows: int) 
 def _token_count_decision(
     proposal: Proposal, counts: tuple[int, ...], step_tokens: int
 ) -> Decision:
-    """Return the decision on captured token counts: the given that can occur, or the default."""
+    """Return the decision on captured token counts: the given ones that occur, or the default."""
     field = "graphs.prefill_tokens"
     given = getattr(proposal.config.graphs, "prefill_tokens", None)
     if given is None:
@@ -159,7 +159,7 @@ def _given_counts(
 
     Args:
         left_out: given counts that are not captured.
-        limit: the reason why those in ``left_out`` are not.
+        limit: the reason why those in ``left_out`` are not captured.
     """
     by, why = proposal.source(field) or ("operator", "")
     if left_out:

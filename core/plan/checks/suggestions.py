@@ -69,7 +69,7 @@ def _takes_dtypes(proposal: Proposal, slot: Slot, component: Component) -> bool:
 
 
 def _refused(proposal: Proposal, slot: Slot, component: Component) -> list[Refusal]:
-    """Return the refusals of a component's own check if it were chosen for the slot."""
+    """Return the refusals that a component's own check would yield if chosen for the slot."""
     options = _options(proposal, slot, component)
     if component.check is None or options is None:
         return []
