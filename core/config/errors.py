@@ -21,7 +21,7 @@ _BY_SECTION = {slot.section: slot for slot in SLOTS if slot.section}
 
 
 def key_path(problem: ErrorDetails) -> tuple[str | int, ...]:
-    """Return the configuration path of a problem: pydantic's location without its union tags."""
+    """Return the configuration path of a validation error: its location without union tags."""
     loc = problem["loc"]
     slot = _BY_SECTION.get(str(loc[0])) if loc else None
     if slot is None:
@@ -40,7 +40,7 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def place(path: str, origins: Mapping[str, str]) -> str:
-    """Return the origin of ``path``, of its first key or of its nearest parent; "" for none."""
+    """Return the origin of ``path``, else of a key below it or of a parent; empty for none."""
     if path not in origins:
         for key, where in origins.items():
             if key.startswith(f"{path}."):
@@ -53,7 +53,7 @@ def place(path: str, origins: Mapping[str, str]) -> str:
 
 
 class Explained(NamedTuple):
-    """A refusal of one of pydantic's problems.
+    """A refusal made from one of pydantic's validation errors.
 
     Attributes:
         refusal: the refusal.
@@ -75,7 +75,7 @@ def explain(
     model: type[BaseModel],
     origins: Mapping[str, str],
 ) -> Explained:
-    """Return the refusal for one of pydantic's problems."""
+    """Return the refusal for one of pydantic's validation errors."""
     path = key_path(problem)
     where = place(dotted(path), origins)
     slot = _BY_SECTION.get(str(path[0])) if path else None
@@ -98,7 +98,7 @@ def explain(
 def _unknown_component(
     problem: ErrorDetails, path: tuple[str | int, ...]
 ) -> tuple[tuple[str | int, ...], str] | None:
-    """Return (path, ``use``) of a section with an unknown ``use``; None for other problems."""
+    """Return (path, ``use``) of a section with an unknown ``use``; None for other errors."""
     if problem["type"] == "union_tag_invalid":
         return path, str(problem.get("ctx", {}).get("tag", ""))
     if problem["type"] == "literal_error" and path and path[-1] == "use":  # a union of one member
@@ -214,7 +214,7 @@ def _option_hint(
 
 
 def _known_options(use: str, fields: Iterable[str]) -> str:
-    """Return the fix for an option that no component of the slot has."""
+    """Return the fix for an option that no component has: a list of the known options."""
     known = ", ".join(name for name in fields if name != "use")
     if use == "auto":
         return (
@@ -227,7 +227,7 @@ def _known_options(use: str, fields: Iterable[str]) -> str:
 
 
 def _fields(model: type[BaseModel], path: Iterable[str | int]) -> list[str]:
-    """Return the keys of the fixed section at ``path``."""
+    """Return the keys of the section at ``path``, which belongs to no slot."""
     current: Any = model
     for part in path:
         info = getattr(current, "model_fields", {}).get(str(part))
@@ -331,7 +331,7 @@ _KINDS = {
 
 
 def _kind(problem: ErrorDetails) -> str:
-    """Return the expected kind of value, by pydantic's error type, with its bound or choices."""
+    """Return the expected kind of value as text, such as "a list" or "a number" with its bound."""
     bounds = {
         "greater_than": ">",
         "greater_than_equal": ">=",

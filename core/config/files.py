@@ -32,7 +32,8 @@ class Layer:
         data: the values, a nested dict.
         origins: origin of each value by dotted path.
         refusals: refusals found while the values were read.
-        replaced: (path, value, reason) of options of components that another layer replaced.
+        replaced: (path, value, reason) of each option whose component was replaced by another
+            layer.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -154,7 +155,7 @@ def set_path(data: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _step(holder: Any, part: str, empty: Any, path: str) -> Any:
-    """Return the section or list ``part`` of ``holder``; if it is missing, add ``empty``."""
+    """Return the section or list at key ``part`` of ``holder``; if missing, add ``empty`` there."""
     if isinstance(holder, list) and part.isdigit() and int(part) <= len(holder):
         if int(part) == len(holder):
             holder.append(empty)
@@ -206,7 +207,8 @@ def _replaced(
         under: the other layer.
 
     Returns:
-        (path, value, reason) of each; the reason states its origin and the replacement's.
+        (path, value, reason) of each; the reason states the origins of the option and of the other
+            ``use``.
     """
     if (
         not isinstance(value, dict)

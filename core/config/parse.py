@@ -58,7 +58,7 @@ def parse(
 
     Args:
         raw: the operator's configuration, a nested dict.
-        contributed: (value, contributor) of contributed defaults by dotted path.
+        contributed: defaults that plugins and the caller set: dotted path -> (value, contributor).
         origins: origin of the operator's values by dotted path.
     """
     model = config_class(plugins)
@@ -83,7 +83,7 @@ def parse(
 def _validated(
     model: type[EngineConfig], data: dict[str, Any]
 ) -> EngineConfig | list[ErrorDetails]:
-    """Return the validated configuration, or its problems."""
+    """Return the validated configuration, or pydantic's validation errors."""
     try:
         found = model.__pydantic_validator__.validate_json(msgspec.json.encode(data), strict=True)
     except ValidationError as error:
@@ -131,7 +131,7 @@ def _flatten(value: Any, prefix: str, found: dict[str, Any]) -> None:
 def contribute(
     raw: Mapping[str, Any], contributed: Mapping[str, tuple[Any, str]], operator: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge contributed defaults under the operator's values.
+    """Merge defaults that plugins and the caller contribute under the operator's values.
 
     A contributed option of a section is dropped if the operator chose another ``use`` there.
 
@@ -155,7 +155,13 @@ def contribute(
 
 
 def _replaces(section: Any, contributed: tuple[Any, str] | None) -> bool:
-    """Return whether a given section chooses another component than the contributed ``use``."""
+    """Return whether the operator's section chooses another component than a contributed default.
+
+    Args:
+        section: the section as the operator gave it; None if it was not given.
+        contributed: (value, contributor) of the default ``use`` that a plugin or the caller sets
+            for the section; None for none.
+    """
     use = section.get("use") if isinstance(section, Mapping) else None
     return use is not None and contributed is not None and use != contributed[0]
 
@@ -220,7 +226,7 @@ def _refuse_unwritable(
 def _items_without_use(
     data: dict[str, Any], plugins: PluginSet, origins: Mapping[str, str]
 ) -> list[Refusal]:
-    """Remove list items without ``use``, and return their refusals."""
+    """Remove items without ``use`` from lists of components, and return their refusals."""
     refusals = []
     for slot in SLOTS:
         found = data.get(slot.section) if slot.many else None
@@ -234,7 +240,7 @@ def _items_without_use(
 
 
 def _outermost(found: list[Explained]) -> list[Explained]:
-    """Return the problems without those inside a section that is refused as a whole."""
+    """Return ``found`` without refusals inside a section that is refused as a whole."""
     gone = {one.path for one in found if one.slot}
     return [
         one for one in found if one.slot or not any(one.path[: len(path)] == path for path in gone)
@@ -242,7 +248,7 @@ def _outermost(found: list[Explained]) -> list[Explained]:
 
 
 def _drop_refused(data: dict[str, Any], found: Sequence[Explained]) -> None:
-    """Remove the keys of all problems."""
+    """Remove the refused keys of ``found`` from ``data``."""
     for one in found:
         _drop(data, one.path)
     _compact(data)
@@ -253,7 +259,7 @@ _LISTS = frozenset(slot.section for slot in SLOTS if slot.many)
 
 
 def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
-    """Remove one refused key, so that the rest can still be checked.
+    """Remove one refused key from ``data``, so that the rest can still be checked.
 
     An item of a list of sections becomes None; a list of plain values is removed as a whole.
     """
@@ -277,7 +283,7 @@ def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
 
 
 def _as_auto(section: str, value: Any) -> dict[str, Any]:
-    """Return a section of unknown ``use`` as ``auto``, with the common options only."""
+    """Return a section of unknown ``use`` with ``use = "auto"`` and only the common options."""
     common = auto_options(next(slot for slot in SLOTS if slot.section == section)).model_fields
     kept = value if isinstance(value, dict) else {}
     return {**{key: item for key, item in kept.items() if key in common}, "use": "auto"}

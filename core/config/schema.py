@@ -136,7 +136,7 @@ def config_class(plugins: PluginSet) -> type[EngineConfig]:
 
 
 def _one(slot: Slot, members: list[type[Options]]) -> tuple[Any, Any]:
-    """Return (annotation, field) of the section of a slot that holds one component."""
+    """Return (annotation, field) of the model field for a slot that holds one component."""
     auto = auto_options(slot)
     if not members:
         return (auto, Field(default_factory=auto))
@@ -145,7 +145,7 @@ def _one(slot: Slot, members: list[type[Options]]) -> tuple[Any, Any]:
 
 
 def _many(members: list[type[Options]]) -> tuple[Any, Any]:
-    """Return (annotation, default) of the section of a slot that holds a list of components."""
+    """Return (annotation, default) of the model field for a slot that holds several components."""
     if len(members) == 1:
         return (tuple[members[0], ...], ())  # type: ignore[valid-type]
     if not members:

@@ -53,7 +53,7 @@ class Split:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Equal tensors of a model: matrices [rows, columns], or vectors [rows].
+    """Tensors of a model with one role and shape: matrices [rows, columns], or vectors [rows].
 
     Attributes:
         name: name in published checkpoints, with ``{layer}`` and ``{expert}`` for numbers, for
@@ -62,10 +62,11 @@ class TensorSpec:
         rows: number of rows.
         columns: number of columns; 0 for a vector.
         layers: numbers of the layers that have the tensor, those of next-token layers included.
-        experts: tensors in each layer, if the name has ``{expert}``.
-        quantized: quantised checkpoints store it in their format.
+        experts: number of these tensors in each layer, one per expert, if the name has
+            ``{expert}``.
+        quantized: quantised checkpoints store the tensor in their quantised format.
         split: the dimension that ranks split; None if every rank has the whole tensor.
-        optional: only some checkpoints have it; it is counted from tensor headers only.
+        optional: only some checkpoints have the tensor; it is counted from tensor headers only.
     """
 
     name: str
@@ -84,7 +85,7 @@ class TensorSpec:
         return self.name.rpartition(".")[0]
 
     def copies(self, draft: int, layers: int) -> int:
-        """Return the number of these tensors in one next-token layer, or in the target.
+        """Return the number of these tensors that one next-token layer, or the target model, has.
 
         Args:
             draft: number of the next-token layer, or ``TARGET``.
@@ -102,7 +103,7 @@ class Inventory:
     Attributes:
         tensors: its tensors; those that are not listed count as whole on every rank.
         sizes: sizes of its layers.
-        unloaded: endings of the names of tensors in checkpoints that are not loaded.
+        unloaded: name endings of the checkpoint tensors that are not loaded.
     """
 
     tensors: tuple[TensorSpec, ...] = ()
@@ -136,7 +137,7 @@ class Inventory:
 
     @cached_property
     def splits(self) -> tuple[SplitDimension, ...]:
-        """The dimensions that ranks split, one for all layers that are alike."""
+        """The dimensions that ranks split; one entry stands for all layers that are alike."""
         found: dict[tuple[str, str], SplitDimension] = {}
         for spec in self.tensors:
             split = spec.split
@@ -169,11 +170,13 @@ class Inventory:
 def count_declared(
     model: ModelFacts, inventory: Inventory, stored: StoredFormat
 ) -> dict[WeightKind, int]:
-    """Return the element counts by kind of the declared tensors, for plans without tensor headers.
+    """Return the number of elements of each kind in the tensors that a model family declares.
+
+    Plans use these counts where the tensor headers of a checkpoint are not available.
 
     Args:
         model: facts of the model.
-        inventory: its tensors.
+        inventory: the tensors of the model, as its family declares them.
         stored: format of its quantised weights.
     """
     found: dict[WeightKind, int] = {}
@@ -194,7 +197,7 @@ def count_declared(
 def count_stored(
     model: ModelFacts, inventory: Inventory, stored: StoredFormat, prefix: str = LAYER_PREFIX
 ) -> dict[WeightKind, int]:
-    """Return the element counts by kind of a checkpoint's tensors, from their headers.
+    """Return the number of elements of each kind, counted from a checkpoint's tensor headers.
 
     Args:
         model: facts of the model, with tensors.

@@ -23,7 +23,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class KVEntry:
-    """One tensor that a layer caches.
+    """One tensor of a layer's KV cache.
 
     Attributes:
         name: name of the tensor.
@@ -57,12 +57,12 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers."""
+        """Bytes of one token in the cache over all layers."""
         return self.layers * sum(entry.token_bytes for entry in self.entries)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """Bytes of one page of cache over all layers."""
         return self.token_bytes * self.page_size
 
 
@@ -72,12 +72,18 @@ KVEntries = Callable[[ModelFacts, str, int], tuple[KVEntry, ...]]
 
 
 def latent_entries(model: ModelFacts, dtype: str, heads: int) -> tuple[KVEntry, ...]:
-    """Return one entry ``kv`` with the latent and the rotated key, which all heads share."""
+    """Return the cache entries of latent attention: one, ``kv``, which all heads share.
+
+    The entry holds the latent and the rotated key.
+    """
     return (KVEntry("kv", (model.kv_lora_rank + model.qk_rope_head_dim,), dtype),)
 
 
 def head_entries(model: ModelFacts, dtype: str, heads: int) -> tuple[KVEntry, ...]:
-    """Return the entries ``k`` and ``v``, each [key heads of a rank, elements of a head]."""
+    """Return the cache entries of per-head attention: ``k`` and ``v``.
+
+    Each is [key heads of a rank, elements of a head].
+    """
     shape = (heads, model.head_dim)
     return (KVEntry("k", shape, dtype), KVEntry("v", shape, dtype))
 
@@ -87,8 +93,9 @@ USUAL_ENTRIES: dict[str, KVEntries] = {"mla": latent_entries, "mha": head_entrie
 
 
 def local_heads(heads: int, ranks: int) -> int:
-    """Return the number of key heads of a rank.
+    """Return the number of key heads that a rank holds.
 
-    It is the rank's share of ``heads``, or one head that other ranks hold, too.
+    The number is the rank's share of ``heads``. With fewer heads than ranks it is 1, and several
+    ranks hold the same head.
     """
     return max(1, -(-heads // ranks))

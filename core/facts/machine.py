@@ -51,9 +51,9 @@ def this_machine() -> HardwareFacts:
 
 
 def _cores() -> int:
-    """Return the number of CPU cores of this process.
+    """Return the number of CPU cores that this process may use.
 
-    It is that of its affinity, or its control group's quota if that is lower.
+    The number is that of the CPU affinity, or the control group's quota if the quota is lower.
     """
     affinity = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -65,7 +65,10 @@ def _cores() -> int:
 
 
 def _memory() -> int:
-    """Return the bytes of memory of this process: the machine's, or its control group's limit."""
+    """Return the bytes of memory that this process may use.
+
+    The number is the machine's memory, or the control group's limit if that is lower.
+    """
     limits = []
     for line in _text("/proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
@@ -239,7 +242,7 @@ def _packages_file(sheet: Path, name: str) -> Any:
 
 
 def normalised(packages: Mapping[str, str]) -> dict[str, str]:
-    """Return the version of each stated package by its normalised name.
+    """Return the versions of the packages that a sheet states, by normalised package name.
 
     An entry with an empty version states that the package is not installed.
 
@@ -265,7 +268,7 @@ def normalised(packages: Mapping[str, str]) -> dict[str, str]:
 
 
 def own_sheet(packages: Iterable[str]) -> HardwareFacts:
-    """Return the fact sheet of this machine.
+    """Return the facts of this machine, for a fact sheet.
 
     Args:
         packages: distributions whose versions the sheet states, "" for those not installed.

@@ -34,12 +34,15 @@ def axis_size(axis: str, mesh: Mapping[str, int]) -> int:
 
 
 def divides(mesh: Mapping[str, int]) -> bool:
-    """Return whether "dp" and "ep" divide the tp ranks into equal blocks."""
+    """Return whether the sizes of "dp" and "ep" divide the tp ranks into equal blocks."""
     return all(mesh.get("tp", 1) % mesh.get(axis, 1) == 0 for axis in OVER_TP)
 
 
 def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Return the index of ``rank`` on each axis, also "attn_tp" and "moe_tp"; {} without a mesh."""
+    """Return the index of ``rank`` along each axis, "attn_tp" and "moe_tp" included.
+
+    The result is {} if ``mesh`` is empty.
+    """
     if not mesh:
         return {}
     within = rank % mesh.get("tp", 1)
@@ -51,7 +54,7 @@ def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def group(axis: str, rank: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the ranks that a collective of ``rank`` over ``axis`` connects, in their order."""
+    """Return the ranks that a collective of ``rank`` along ``axis`` connects, in their order."""
     tp = mesh.get("tp", 1)
     own = coordinates(rank, mesh)
     if axis_size(axis, mesh) == 1 or axis not in own:
@@ -67,10 +70,10 @@ def group(axis: str, rank: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def deal(full: int, parts: int, index: int, block: int = 1) -> tuple[int, int]:
-    """Return (start, size) of part ``index`` of ``full`` elements split at multiples of ``block``.
+    """Return (start, size) of part number ``index`` when ``full`` elements are split into parts.
 
-    All parts have the same size, except that the last ones are shorter or empty if the elements do
-    not divide evenly.
+    All parts begin at multiples of ``block``. They have the same size, except that the last ones
+    are shorter or empty if the elements do not divide evenly.
     """
     each = -(-full // (parts * block)) * block
     start = min(each * index, full)

@@ -53,9 +53,9 @@ class ModelFacts:
         digest: digest of the weights' content: names, shapes and dtypes of all tensors, sizes of
             their files and samples of their bytes (``model_folder.with_digest``); "" without
             weights, and until a plan is accepted.
-        notes: remarks for the plan's table.
+        notes: remarks on the checkpoint, for the plan's table.
         sizes: further sizes of its layers, as its family declares them (``ModelOffers.inventory``).
-        splits: dimensions that ranks split, likewise; () if its family declares none.
+        splits: dimensions that ranks split, also declared by its family; () if it declares none.
     """
 
     path: str
@@ -86,7 +86,7 @@ class ModelFacts:
 
 
 def stated(model: ModelFacts, key: str, default: int = 0) -> int:
-    """Return a whole number of config.json, or ``default`` if ``key`` does not hold one."""
+    """Return the whole number at ``key`` in config.json, or ``default`` if there is none."""
     value = model.config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else default
 

@@ -57,7 +57,7 @@ def embedded_path() -> Path:
 
 
 def locate_model(name: str) -> str:
-    """Return the folder or file of ``model = name``; nothing is downloaded.
+    """Return the path of the folder or file that ``model = name`` refers to; download nothing.
 
     Args:
         name: "embedded", a path, or a hub id that is already downloaded.
@@ -86,7 +86,7 @@ def locate_model(name: str) -> str:
 
 
 def _hub_snapshot(name: str) -> Path | None:
-    """Return the newest snapshot of a hub id in the local hub cache, or None.
+    """Return the folder of the newest local snapshot of a hub id; None if there is none.
 
     NOTE: HF_HOME is the hub library's own variable for the place of its cache.
     """
@@ -141,7 +141,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def normalise(config: dict[str, Any], rules: ArchitectureRules = NO_RULES) -> dict[str, Any]:
-    """Return config.json with the keys that published checkpoints use.
+    """Return a copy of config.json in which settings have the keys of published checkpoints.
 
     These are ``rope_theta``, ``rope_scaling`` (with both ``type`` and ``rope_type``; None for plain
     rotary embeddings) and ``torch_dtype``. The model family's own defaults are filled in last.
@@ -249,7 +249,7 @@ def model_facts(
 
 
 class _Reader:
-    """A reader of whole numbers in config.json, positive unless a default is given."""
+    """A reader of whole numbers in config.json, which must be positive if they have no default."""
 
     def __init__(self, config: dict[str, Any], path: str) -> None:
         self.config = config
@@ -279,7 +279,7 @@ class _Reader:
 
 
 def _block(value: Any, path: str) -> tuple[int, int] | None:
-    """Return the checked ``weight_block_size``; None if config.json has none."""
+    """Return the value of ``weight_block_size`` after checking it; None if config.json has none."""
     if value is None:
         return None
     if (
@@ -297,10 +297,10 @@ def _block(value: Any, path: str) -> tuple[int, int] | None:
 def _nextn(
     config: dict[str, Any], layers: int, tensors: dict[str, TensorFact], prefix: str
 ) -> tuple[int, tuple[str, ...]]:
-    """Return the number of multi-token-prediction layers, and remarks for the plan's table.
+    """Return the number of multi-token-prediction layers, and remarks on them for the plan.
 
-    With tensors, the number is that of the layers after the last regular one; else it is the number
-    that config.json states.
+    If the tensors are known, the number is that of the layers after the last regular one; else it
+    is the number that config.json states.
 
     Args:
         prefix: beginning of the names of layers' tensors.

@@ -146,7 +146,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _load_json(path: Path, raw: bytes, what: str) -> dict[str, Any]:
-    """Return a JSON object with unique keys; ``what`` names it in errors."""
+    """Return the JSON object in ``raw``, whose keys must be unique; ``what`` names it in errors."""
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -157,7 +157,7 @@ def _load_json(path: Path, raw: bytes, what: str) -> dict[str, Any]:
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    """Return the entries of a header, ``__metadata__`` included."""
+    """Return the entries of a safetensors header, ``__metadata__`` included."""
     entries = _load_json(path, raw, "the header")
     metadata = entries.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(
@@ -236,7 +236,7 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], actual: int) -> 
 
 
 def _merge(tensors: dict[str, TensorFact], found: dict[str, TensorFact], folder: Path) -> None:
-    """Add the tensors of a file to ``tensors``; raise WeightError if one is in two files."""
+    """Add the tensors of a file to ``tensors``; raise WeightError if a tensor is in two files."""
     for name, fact in found.items():
         if name in tensors:
             raise WeightError(
@@ -302,7 +302,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _refuse_gaps(folder: Path, files: list[str]) -> None:
-    """Raise WeightError if a series of numbered files is incomplete; it starts at 0 or 1."""
+    """Raise WeightError if a series of numbered files is incomplete; series start at 0 or 1."""
     for shard in filter(None, map(SHARD.fullmatch, files)):
         stem = shard["stem"]
         count = int(shard["count"])
@@ -334,7 +334,7 @@ def _refuse_pickles(folder: Path) -> None:
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:
-    """Return the first ``limit`` names as text, with the number of the others."""
+    """Return the first ``limit`` names as text, followed by the number of names left out."""
     listed = list(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return ", ".join(listed[:limit]) + more

@@ -12,7 +12,7 @@ from glowplug.core.facts.model_facts import ModelFacts
 
 
 def uneven(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[SplitDimension]:
-    """Return the splits that ``mesh`` does not divide, the first one of each dimension.
+    """Return the dimensions that the ranks of ``mesh`` cannot split evenly, each name once.
 
     Raises:
         ValueError: the axes of ``mesh`` do not divide its tp ranks.
@@ -25,7 +25,7 @@ def uneven(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[S
 
 
 def fitting_sizes(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[int]:
-    """Return the sizes of tp, in descending order from the mesh's, that divide all dimensions.
+    """Return the sizes of tp, from the mesh's downwards, with which all dimensions split evenly.
 
     The other axes of the mesh stay as they are.
     """

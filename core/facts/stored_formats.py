@@ -16,7 +16,7 @@ Stored = Callable[[ModelFacts, int, int], Mapping[str, TensorFact]]
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """Tensors of one name in a quantised checkpoint, and the form in which they are kept.
+    """The tensors of a quantised checkpoint whose names end alike, and their form after loading.
 
     Attributes:
         leaf: last part of the tensors' names, for example "weight_scale".
@@ -35,7 +35,10 @@ class StoredLeaf:
 
 
 class Counted(NamedTuple):
-    """A tensor's part of a ``Tally``: ``WeightKind.kept``, ``WeightKind.scale`` and elements."""
+    """The contribution of one tensor to a ``Tally``.
+
+    The fields are ``WeightKind.kept``, ``WeightKind.scale`` and the number of elements.
+    """
 
     kept: float
     scale: bool
@@ -46,7 +49,8 @@ class StoredFormat:
     """The format of one checkpoint's quantised weights.
 
     Args:
-        leaves: names of its tensors; of several entries for a name and dtype, the first counts.
+        leaves: its tensors by name ending; of several entries for a name and dtype, the first
+            counts.
         stored: function that returns the tensors of one weight; None if weights are stored as one
             tensor in the model's dtype.
     """
@@ -56,11 +60,11 @@ class StoredFormat:
         self._stored = stored
 
     def count(self, leaf: str, tensor: TensorFact) -> Counted:
-        """Return a stored tensor's part of the tally of elements.
+        """Return the contribution of one stored tensor to the tally of elements.
 
         Args:
-            leaf: last part of its name.
-            tensor: its dtype and shape.
+            leaf: last part of the tensor's name.
+            tensor: the tensor's dtype and shape.
         """
         numbers = math.prod(tensor.shape)
         found = self._leaves.get((leaf, tensor.dtype)) or self._leaves.get((leaf, ""))
@@ -69,9 +73,9 @@ class StoredFormat:
         return Counted(found.kept, found.scale, numbers * found.packed)
 
     def count_matrix(self, model: ModelFacts, rows: int, columns: int) -> list[Counted]:
-        """Return the tally's parts for one quantised weight [rows, columns].
+        """Return the contributions of a quantised weight [rows, columns] to the tally of elements.
 
-        There is one for each tensor that a checkpoint stores for the weight.
+        The list has one item for each tensor that a checkpoint stores for the weight.
         """
         if self._stored is None:
             return [Counted(0, False, rows * columns)]

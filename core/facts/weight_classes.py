@@ -26,10 +26,10 @@ LAYER_PREFIX = "model.layers."  #: usual beginning of the names of a layer's ten
 
 
 class WeightKind(NamedTuple):
-    """A class of tensors.
+    """A class of checkpoint tensors, whose elements are counted together.
 
     Attributes:
-        role: one of the roles above.
+        role: one of the roles of this module, such as ``HEADS``.
         kept: bytes of an element as its quantization scheme keeps it after loading; 0 for elements
             that are loaded in the compute dtype.
         scale: the tensors hold scales or zero points instead of weights.

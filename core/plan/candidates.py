@@ -19,7 +19,7 @@ from glowplug.core.plugin.slots import Slot
 
 
 def pick(proposal: Proposal, slot: Slot) -> None:
-    """Fill an open slot with the first candidate that no check refuses, or refuse the slot."""
+    """Fill an open slot with the first candidate that no check refuses, or add a refusal."""
     candidates = _candidates(proposal, slot)
     refused: list[tuple[Registration, Refusal]] = []
     proposal.trial = Trial(slot.name, fixes=False)
@@ -40,9 +40,9 @@ def pick(proposal: Proposal, slot: Slot) -> None:
 
 
 def contributed(proposal: Proposal, slot: Slot) -> str:
-    """Return the component that a plugin or an entry point contributes for the slot.
+    """Return the name of the component that a plugin or the caller sets as the slot's default.
 
-    The result is "" if the operator gave ``use``, or nothing is contributed.
+    The result is "" if the operator gave ``use``, or no default is set.
     """
     path = f"{slot.section}.use"
     return (
@@ -53,7 +53,7 @@ def contributed(proposal: Proposal, slot: Slot) -> str:
 
 
 def _candidates(proposal: Proposal, slot: Slot) -> list[Registration]:
-    """Return the candidates for an open slot in order of preference; a contributed one is first.
+    """Return the candidates for an open slot in order of preference; contributed defaults first.
 
     If any of them supports the model's attention kind, only such candidates are included.
     """
@@ -74,10 +74,10 @@ def _record(
     component: Component,
     refused: list[tuple[Registration, Refusal]],
 ) -> None:
-    """Record the decision for a component.
+    """Record the decision that ``component`` fills the slot, with the reason.
 
     Args:
-        refused: the candidates before it, each with its first refusal.
+        refused: the candidates tried before ``component``, each with its first refusal.
     """
     field = f"{slot.section}.use"
     device = proposal.values.device
@@ -117,7 +117,7 @@ def _try(proposal: Proposal, slot: Slot, found: Registration) -> Refusal | None:
 def _against(
     proposal: Proposal, slot: Slot, component: Component, chosen: Chosen
 ) -> Refusal | None:
-    """Return the first refusal of the candidate in the slot, or None.
+    """Return the first refusal that the candidate in the slot causes, or None.
 
     Refusals that also occur with the slot empty do not count.
     """
@@ -133,10 +133,10 @@ def _against(
 
 
 def unfit(proposal: Proposal, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
-    """Return the refusals of a component's own check and of the libraries that its options name.
+    """Return the refusals of a component's own check, and those of libraries that options name.
 
-    Libraries are not checked if its own check refuses the component itself, because no library
-    would help then.
+    Libraries are left out if the component's own check refuses the component itself, because no
+    library would help then.
     """
     own = own_check(proposal, slot, component, chosen)
     if any(refusal.field == use_field(proposal, slot, chosen) for refusal in own):

@@ -106,7 +106,7 @@ def _take_given(proposal: Proposal, slot: Slot) -> bool:
 
 
 def _take_many(proposal: Proposal, slot: Slot) -> None:
-    """Fill a slot that holds several components: with the given ones, else with its default."""
+    """Fill a slot that may hold several components: with the given ones, else with its default."""
     given = proposal.config.section(slot)
     for number, options in enumerate(given):
         _put(proposal, slot, options)
@@ -124,7 +124,7 @@ def _take_many(proposal: Proposal, slot: Slot) -> None:
 
 
 def _take_default(proposal: Proposal, slot: Slot) -> None:
-    """Fill a slot that holds several components with its default."""
+    """Put the default component into a slot that may hold several."""
     found = proposal.plugins.find(slot.name, slot.default)
     if found is None:
         proposal.refusals.append(
@@ -142,7 +142,7 @@ def _take_default(proposal: Proposal, slot: Slot) -> None:
 
 
 def _put(proposal: Proposal, slot: Slot, options: Options) -> None:
-    """Add the registered component of these options to its slot."""
+    """Add the component that ``options.use`` names to the slot, with these options."""
     found = proposal.plugins.find(slot.name, options.use)
     assert found is not None, f"{slot.name} {options.use} was parsed, so it is registered"
     proposal.chosen[slot.name] += (chosen_of(found.component, options),)
@@ -184,9 +184,10 @@ def _hosts(proposal: Proposal) -> int:
 
 
 def _decide_overlap(proposal: Proposal) -> None:
-    """Decide whether steps overlap.
+    """Decide whether a step is launched before the results of the last one are read.
 
-    By default they do on a device, where the host would wait otherwise, if all components allow it.
+    By default steps overlap on a device, where the host would wait otherwise, if all components
+    allow it.
     """
     given = proposal.config.scheduler.overlap
     wanted = proposal.values.device != "cpu" if given is None else given

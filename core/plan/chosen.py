@@ -22,7 +22,7 @@ class HoldsChosen(Protocol):
 
 
 class SlotAttribute(Generic[OffersT, OptionsT]):
-    """A descriptor that reads the components chosen for the slot of its name.
+    """A descriptor that returns the components chosen for the slot whose name the attribute has.
 
     Attributes:
         slot: name of the slot.
@@ -43,7 +43,7 @@ class SlotAttribute(Generic[OffersT, OptionsT]):
 
 
 class FirstOf(SlotAttribute[OffersT, OptionsT]):
-    """The first component chosen for the slot, or None."""
+    """A slot attribute whose value is the first component chosen for the slot, or None."""
 
     def __get__(
         self, holder: HoldsChosen, owner: type | None = None
@@ -53,7 +53,7 @@ class FirstOf(SlotAttribute[OffersT, OptionsT]):
 
 
 class AllOf(SlotAttribute[OffersT, OptionsT]):
-    """The components chosen for a slot that holds several."""
+    """A slot attribute whose value is all components chosen for a slot that may hold several."""
 
     def __get__(
         self, holder: HoldsChosen, owner: type | None = None

@@ -69,7 +69,7 @@ def _cpu_torch(proposal: Proposal) -> str:
 
 
 def _any_offers(proposal: Proposal, slot: Slot, device: str) -> bool:
-    """Return whether a component that the slot may get runs on ``device``."""
+    """Return whether any component that may fill the slot runs on ``device``."""
     found = proposal.plugins.components(slot.name)
     named = {options.use for options in proposal.config.section(slot)} - {"auto"}
     return any(
@@ -93,7 +93,10 @@ def choose_dtypes(proposal: Proposal) -> None:
 
 
 def _dtype(proposal: Proposal) -> tuple[str, str, str]:
-    """Return (dtype, by, why) of the compute dtype: as given, else by device and checkpoint."""
+    """Return the compute dtype, with ``by`` and ``why`` of its decision.
+
+    The dtype is the given one, or follows from device and checkpoint.
+    """
     given = proposal.config.dtype
     checkpoint = proposal.facts.model.dtype
     if given != "auto":

@@ -117,7 +117,7 @@ def _digits(content: dict[str, Any]) -> str:
 
 
 def _content(facts: ModelFacts) -> list[Any]:
-    """Return a model's content without its path; tensors' facts if their files have no digest."""
+    """Return a model's content for a hash: without path, and with tensors if there is no digest."""
     return [
         facts.architecture,
         facts.format,

@@ -95,9 +95,9 @@ def _choices(proposal: Proposal) -> tuple[Choice, ...]:
 
 
 def _record_options(proposal: Proposal, unused: Mapping[str, str]) -> None:
-    """Record the operator's values that no pass decided, and mark given values as notable.
+    """Record decisions for given values that no pass decided, and mark given values as notable.
 
-    The reason of a given value also states if it has no effect.
+    If a given value has no effect, its reason states that too.
     """
     decided = {decision.field for decision in proposal.decisions}
     for path, value in proposal.parsed.operator.items():
@@ -119,7 +119,7 @@ def _record_options(proposal: Proposal, unused: Mapping[str, str]) -> None:
 
 
 def _given(proposal: Proposal, decision: Decision) -> bool:
-    """Return whether the operator or a plugin gave a decision's field or its whole section."""
+    """Return whether the operator or a plugin gave a decision's value or its whole section."""
     sources = (proposal.source(path) for path in (decision.field, decision.field.partition(".")[0]))
     return decision.by != CALLER and any(
         source is not None and source[0] == decision.by for source in sources
@@ -127,10 +127,10 @@ def _given(proposal: Proposal, decision: Decision) -> bool:
 
 
 def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
-    """Mark a given decision as notable, and add the reason why it has no effect, if any.
+    """Return a given decision as notable, with a reason that states if the value has no effect.
 
-    Values that leave the choice to the plan (None, "auto") are never without effect. ``idle``:
-    reason by field, for options without effect.
+    Values that leave the choice to the plan (None, "auto") are never called without effect.
+    ``idle``: reason by field, for options without effect.
     """
     why = idle.get(decision.field, "") if decision.value not in (None, "auto") else ""
     return replace(
@@ -139,7 +139,7 @@ def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
 
 
 def _without_effect(proposal: Proposal) -> dict[str, str]:
-    """Return the reasons why options change nothing in this plan, by dotted path."""
+    """Return the options that change nothing in this plan: dotted path -> reason."""
     found: dict[str, str] = {}
     for slot in SLOTS:
         for number, chosen in enumerate(proposal.chosen[slot.name]):
@@ -157,7 +157,11 @@ def _without_effect(proposal: Proposal) -> dict[str, str]:
 
 
 def _stated(proposal: Proposal, slot: Slot, chosen: Chosen) -> dict[str, str]:
-    """Return a component's options without effect; raise PluginLoadError if its method fails."""
+    """Return the options of a component that change nothing in this plan: name -> reason.
+
+    Raises:
+        PluginLoadError: the options' method ``without_effect`` failed.
+    """
     try:
         return chosen.options.without_effect(proposal.context(chosen.options))
     except Exception as error:

@@ -29,7 +29,7 @@ class Inputs:
         facts: the facts; None if those of the model could not be read.
         elements: element counts of the checkpoint by kind (``weight_classes.Tally``).
         draft_elements: element counts of the draft model's own folder.
-        refusals: refusals of the model, the draft and the chat template.
+        refusals: refusals found while the model, the draft and the chat template were read.
     """
 
     parsed: Parsed
@@ -46,10 +46,11 @@ def read_inputs(
     contributed: Mapping[str, Any],
     origins: Mapping[str, str],
 ) -> Inputs:
-    """Return the parsed configuration and the facts; mistakes are in their refusals.
+    """Return the parsed configuration and the facts; mistakes become refusals in the result.
 
-    Plugins contribute defaults by the model's facts, so these are read before the configuration is
-    parsed. The chat template, the draft and the number of hosts are then read from its result.
+    Plugins contribute defaults by the model's facts, so these facts are read before the
+    configuration is parsed. The chat template, the draft and the number of hosts are then taken
+    from the parsed configuration.
 
     Args:
         config: nested dict with one key per section.
@@ -81,9 +82,10 @@ def _facts(
 ) -> Facts | None:
     """Return the facts of the model and of ``hardware``, with the packages of that machine.
 
-    If a sheet states packages, built-in components find no others. Two kinds of packages are taken
-    from this environment if the sheet leaves them out: torch, which every installation has, and
-    packages that only third-party plugins need, which are installed with these plugins.
+    If a sheet states packages, no others are available to built-in components. Two kinds of
+    packages are taken from this environment if the sheet leaves them out: torch, which every
+    installation has, and packages that only third-party plugins need, which are installed with
+    these plugins.
 
     NOTE: another machine has its own build of torch, whose CUDA version is not known here.
 
@@ -106,7 +108,7 @@ def _facts(
 
 
 def _complete(facts: Facts, draft: ModelReading | None, hosts: int) -> Facts:
-    """Return ``facts`` with the draft's, and with this machine as one of several equal hosts."""
+    """Return ``facts`` with the draft model's facts and the number of (equal) hosts."""
     hardware = replace(facts.hardware, hosts=hosts)
     return replace(facts, hardware=hardware, draft=draft.facts if draft is not None else None)
 
@@ -130,7 +132,10 @@ def _with_template(facts: Facts | None, given: object, refusals: list[Refusal]) 
 
 
 def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
-    """Return the facts of the model; None if none is given or it is added to ``refusals``."""
+    """Return the facts of the model; None if no model is given or reading it fails.
+
+    A failure is added to ``refusals``.
+    """
     if isinstance(name, PurePath):
         name = str(name)
     if not isinstance(name, str) or not name:
@@ -147,7 +152,10 @@ def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> Mo
 
 
 def _read_draft(parsed: Parsed, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
-    """Return the facts of the draft model's own folder, or None if the options name no folder."""
+    """Return the facts of the draft model's own folder; None if there is none or reading it fails.
+
+    A failure is added to ``refusals``.
+    """
     folder = parsed.config.speculative.draft_folder()
     if not folder:
         return None
@@ -164,7 +172,7 @@ def _read_draft(parsed: Parsed, plugins: PluginSet, refusals: list[Refusal]) -> 
 def _contributions(
     plugins: PluginSet, facts: Facts | None, own: Mapping[str, Any]
 ) -> dict[str, tuple[Any, str]]:
-    """Return (value, contributor) of contributed defaults by dotted path.
+    """Return the defaults that plugins and the caller set: dotted path -> (value, contributor).
 
     Later plugins take precedence over earlier ones, and the caller's own defaults over all.
     """
@@ -179,7 +187,11 @@ def _contributions(
 
 
 def remarks_on_facts(proposal: Proposal) -> list[Decision]:
-    """Return remarks on the facts: the checkpoint, packages of a sheet, the chat template."""
+    """Return notes for the plan's table on the origin of its facts.
+
+    The notes are about the checkpoint, the packages that a fact sheet states, and the chat
+    template.
+    """
     model = proposal.facts.model
     stated = proposal.facts.hardware.packages
     remarks = [
@@ -193,7 +205,7 @@ def remarks_on_facts(proposal: Proposal) -> list[Decision]:
 
 
 def _packages(stated: Mapping[str, str], packages: Mapping[str, str]) -> Decision:
-    """Return the remark that lists the packages of the sheet and those of this environment."""
+    """Return the note that lists the packages of a fact sheet, and those of this environment."""
 
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"{name} {packages[name]}" for name in sorted(names))

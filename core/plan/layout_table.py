@@ -14,7 +14,7 @@ SHOWN_BLOCKS = 4  #: most blocks that are listed; of more, middle ones are left 
 
 
 def layout_rows(plan: EnginePlan) -> list[Row]:
-    """Return the rows on the layout; [] for one rank."""
+    """Return the table's rows on how ranks divide the model; [] for one rank."""
     if plan.ranks == 1:
         return []
     found = [
@@ -38,7 +38,8 @@ def _row(what: str, choice: str, why: str) -> Row:
 def blocks(count: int, each: int, what: str) -> str:
     """Return the numbers below ``count`` in blocks of ``each``, as ``rank 0-7 | 8-15``.
 
-    ``what``: name of one number, such as "rank".
+    ``what``: name of one number, such as "rank". If there are many blocks, middle ones are left
+    out.
 
     Of many blocks, middle ones are left out.
     """
@@ -54,7 +55,10 @@ def span(start: int, stop: int) -> str:
 
 
 def _axes(plan: EnginePlan) -> str:
-    """Return the ranks that share attention and experts, and whether they are on several hosts."""
+    """Return the number of ranks that share attention, and an expert, as text.
+
+    The text also states if these ranks are on several hosts.
+    """
     heads = axis_size("attn_tp", plan.mesh)
     width = axis_size("moe_tp", plan.mesh)
     parts = [f"attention over {heads} rank{'s' * (heads > 1)}"]
@@ -94,7 +98,7 @@ def _experts(plan: EnginePlan) -> Iterator[Row]:
 
 
 def _splits(plan: EnginePlan) -> Iterator[Row]:
-    """Yield the part of a rank for each split dimension."""
+    """Yield a table row for each dimension that ranks split: the number of its units per rank."""
     seen: set[str] = set()
     for split in plan.facts.model.splits:
         parts = split.parts(plan.mesh)
@@ -157,7 +161,7 @@ def _exchange(plan: EnginePlan) -> str:
 
 
 def total_rows(plan: EnginePlan) -> list[tuple[str, str, int]]:
-    """Return (name, why, bytes) of the budget's sum, one for each run of ranks with equal sums."""
+    """Return (name, why, bytes) of total memory, for each run of ranks with equal totals."""
     totals = [sum(line.on(rank) for line in plan.budget) for rank in range(plan.ranks)]
     limit = _device_memory(plan)
     if len(set(totals)) == 1:
@@ -170,7 +174,7 @@ def total_rows(plan: EnginePlan) -> list[tuple[str, str, int]]:
 
 
 def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, stop) of each run of equal neighbours."""
+    """Yield the index range (first, stop) of each run of equal neighbours in ``values``."""
     first = 0
     for at in range(1, len(values) + 1):
         if at == len(values) or values[at] != values[first]:

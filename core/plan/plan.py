@@ -118,7 +118,7 @@ class Sizes:
 
     @property
     def positions(self) -> int:
-        """Positions that a row may use: the longest sequence, a step at its end, and lookahead."""
+        """Number of positions that a row may use: the longest sequence, one step, and lookahead."""
         return self.context_length + self.width + self.lookahead
 
 

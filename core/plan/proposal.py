@@ -67,8 +67,8 @@ class Trial:
     """The trial of a slot's candidates, during which only checks that read the slot run.
 
     Attributes:
-        slot: name of the slot. Components of other slots that its choice does not affect are not
-            checked again.
+        slot: name of the slot. Components of other slots are checked again only if the choice for
+            this slot affects them.
         fixes: compute the fixes of refusals; False while only the first fitting candidate matters.
     """
 
@@ -139,7 +139,7 @@ class Proposal:
         return path in self.parsed.operator
 
     def source(self, path: str) -> tuple[str, str] | None:
-        """Return (by, why) of a value that was given or contributed, else None."""
+        """Return (by, why) of a value that the operator or a plugin gave; None for other values."""
         if path in self.parsed.operator:
             return "operator", place(path, self.parsed.origins) or "given"
         if path in self.parsed.origins:
@@ -147,7 +147,7 @@ class Proposal:
         return None
 
     def given(self, path: str, value: Any) -> Decision:
-        """Return the decision for the configuration's ``value``, with its source."""
+        """Return a decision for ``value`` from the configuration, with its origin and reason."""
         by, why = self.source(path) or ("default", "")
         return Decision(path, value, by, why)
 
@@ -160,7 +160,8 @@ class Proposal:
     def step_path(self) -> Iterable[tuple[Slot, Chosen]]:
         """Yield the components that take part in a step, with their slots.
 
-        During a trial, only the components that the choice of its slot affects are included.
+        During a trial, only the components that the choice for the slot on trial affects are
+        included.
         """
         slots = STEP_SLOTS
         if self.trial is not None and self.trial.slot not in SHAPES_STEPS:
@@ -170,11 +171,11 @@ class Proposal:
                 yield slot, chosen
 
     def origin(self, slot: str, name: str) -> str:
-        """Return distribution and version of a component for refusals."""
+        """Return distribution and version of the plugin of a component, for refusals."""
         return self.plugins.source_of(slot, name).origin
 
     def context(self, options: Options | Section) -> CheckContext:
-        """Return the context of a check of the component with these ``options``."""
+        """Return the context that the check of a component with these ``options`` receives."""
         return CheckContext(options, self.config, self.facts, self.chosen, self.values)
 
 

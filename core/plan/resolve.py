@@ -90,7 +90,7 @@ def _accepted(
 
 
 def _proposed(plugins: PluginSet, inputs: Inputs) -> Proposal | None:
-    """Return the proposal after passes three and four; None without facts."""
+    """Return the proposal after passes three (choose) and four (check); None without facts."""
     if inputs.facts is None:
         return None
     return _judged(
@@ -106,9 +106,9 @@ def _refusals(inputs: Inputs, proposal: Proposal | None) -> list[Refusal]:
 
 
 def _enriched(parsed: Parsed, proposal: Proposal) -> list[Refusal]:
-    """Return the refusals of parsing.
+    """Return the refusals of parsing, with a longer reason for an unknown quantization.
 
-    The refusal of an unknown quantization also states if the checkpoint is already quantized.
+    That reason also states if the checkpoint is already quantized.
     """
     name = parsed.unknown.get("quantization")
     if name is None or proposal.facts.model.quant_method == "none":

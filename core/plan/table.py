@@ -19,7 +19,7 @@ DETAILS = ("brief", "full", "none")  #: levels of detail in which commands show 
 
 
 def render(plan: EnginePlan, width: int | None = None, brief: bool = False) -> str:
-    """Return the table as text.
+    """Return the plan as a text table.
 
     Args:
         width: width in characters; None for the terminal's. Long reasons wrap.
@@ -51,7 +51,7 @@ def _head(plan: EnginePlan) -> str:
 
 
 def rows(plan: EnginePlan, brief: bool = False) -> list[tuple[str, str, str, str, str]]:
-    """Return a row for each decision, the layout of several ranks, and a row for each budget line.
+    """Return the table's rows: decisions, the layout of several ranks, and budget lines.
 
     Args:
         brief: leave out the layout and all decisions but those that are the operator's or notable.
@@ -80,7 +80,7 @@ def rows(plan: EnginePlan, brief: bool = False) -> list[tuple[str, str, str, str
 
 
 def _spread(line: BudgetLine) -> str:
-    """Return the smallest bytes of a rank as text; "" if all ranks have the same."""
+    """Return the bytes of the rank with the fewest as text; empty if all have equally many."""
     return f" ({human(min(line.ranks))} on the lightest)" if line.ranks else ""
 
 
@@ -93,7 +93,7 @@ def shown(value: Any) -> str:
 
 
 def table(lines: Sequence[Sequence[str]], width: int) -> Iterable[str]:
-    """Yield lines with aligned columns and a rule under the first line.
+    """Yield the lines of a text table with aligned columns and a rule under its first line.
 
     The second and the fourth column wrap; the fourth gets the rest of ``width``.
     """

@@ -70,7 +70,7 @@ class DecodingRows:
         rows: number of rows: those of the sequence table, and one more.
         positions: most positions of a row.
         page_size: tokens per page.
-        width: tokens of a row in the step.
+        width: number of tokens of a row in the step.
         heads: number of heads on this rank.
         drafts: the step is preceded by draft passes, whose cache has no entry for the first
             position (``Batch.first_key``).
@@ -95,9 +95,10 @@ class ExpertsStep:
 
     Attributes:
         tokens: number of routed tokens.
-        chosen: experts of each token, including the ``fused_shared`` ones.
-        count: experts on this rank, including the ``fused_shared`` ones.
-        fused_shared: the last experts of ``chosen`` and ``count`` that are a fused shared expert.
+        chosen: number of experts of each token, including the ``fused_shared`` ones.
+        count: number of experts on this rank, including the ``fused_shared`` ones.
+        fused_shared: number of experts, the last of ``chosen`` and ``count``, that are a fused
+            shared expert.
         hidden: hidden size of the model.
         inter: intermediate size of an expert.
         element: bytes of an activation element.
@@ -134,7 +135,7 @@ class ExpertsStep:
         return self.pairs * self.hidden * self.element
 
     def with_expert_rows(self, peak: int, beside: int) -> MemoryUse:
-        """Return the memory of expert kernels whose last one writes a row for each pair.
+        """Return the memory use of experts whose last kernel writes one row for each pair.
 
         Unless ``parts`` is set, the rows of each token are then added up in a tensor of their own.
 
@@ -149,7 +150,7 @@ class ExpertsStep:
 
 
 def tiled_rows(pairs: int, experts: int, tile: int) -> int:
-    """Return the largest number of rows of pairs sorted by expert, each expert padded to tiles.
+    """Return the most rows that pairs can take, sorted by expert and padded to whole tiles.
 
     Args:
         pairs: number of (token, expert) pairs.
@@ -160,7 +161,7 @@ def tiled_rows(pairs: int, experts: int, tile: int) -> int:
 
 
 def gated_rows(step: ExpertsStep) -> MemoryUse:
-    """Return the memory of two expert GEMMs in the compute dtype, the first with a fused gate.
+    """Return the memory use of two expert GEMMs in the compute dtype, the first with a fused gate.
 
     The first GEMM writes rows of the intermediate size, the second rows of the hidden size.
     """

@@ -37,7 +37,9 @@ class Options(BaseModel):
 
     @classmethod
     def marked(cls, mark: str) -> dict[str, Any]:
-        """Return the values of ``json_schema_extra={mark: value}`` by field, without false values.
+        """Return the fields whose ``json_schema_extra`` has ``mark``, each with the mark's value.
+
+        Fields whose mark has a false value are left out.
 
         Args:
             mark: "provider", whose value names the GEMM that the field chooses a library for

@@ -8,7 +8,7 @@ from glowplug.core.errors import GlowplugError
 
 
 class Undecided(GlowplugError):
-    """A value was read before the pass that decides it."""
+    """The error of reading a value before the planning pass that decides it."""
 
 
 #: items whose value has another name now

@@ -96,7 +96,7 @@ def register_samplers() -> list[Component]:  # type: ignore[empty-body]
 def register_output_parsers() -> list[Component]:  # type: ignore[empty-body]
     """Return parsers of generated text (``OutputParserFactory``).
 
-    Parsers that produce tool calls are refused as long as answers cannot carry them.
+    Parsers that produce tool calls are refused until the server's answers have a field for them.
     """
 
 

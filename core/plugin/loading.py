@@ -120,7 +120,7 @@ def load(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[
     """Import and register one plugin, and return its components by slot name.
 
     Raises:
-        PluginLoadError: the plugin could not be loaded; nothing of it stays registered.
+        PluginLoadError: the plugin could not be loaded; it is not left registered.
     """
     try:
         return _registered(manager, source)
@@ -137,7 +137,7 @@ def load(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[
 
 
 def _registered(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[Component]]:
-    """Import and register one plugin, and return its components by slot name."""
+    """Import and register one plugin, without cleanup after a failure; return its components."""
     plugin = _import(source)
     if manager.get_name(plugin) is not None:
         return {}  # the same module under a second name
@@ -179,7 +179,7 @@ def _undo(manager: pluggy.PluginManager, source: PluginSource) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return ``Type: message (file:line)``, the place being the innermost frame with a file."""
+    """Return an exception as ``Type: message (file:line)``, by its innermost frame with a file."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = [
         frame

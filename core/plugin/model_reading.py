@@ -53,7 +53,10 @@ def families(registered: Iterable[Registration]) -> Iterator[Family]:
 
 
 def architecture_rules(registered: Iterable[Registration]) -> ArchitectureRules:
-    """Return the declarations that are needed to read config.json; the first family counts."""
+    """Return what is needed to read config.json, as model families declare it.
+
+    If several families declare an architecture, the first one counts.
+    """
     normalise: dict[str, Normalise] = {}
     prefixes: dict[str, str] = {}
     drafts: set[str] = set()
@@ -71,10 +74,11 @@ def architecture_rules(registered: Iterable[Registration]) -> ArchitectureRules:
 def complete(
     facts: ModelFacts, models: Sequence[Registration], schemes: Sequence[Registration]
 ) -> ModelReading:
-    """Return facts with the sizes and splits that their family declares, and element counts.
+    """Return ``facts`` with sizes and splits as the model's family declares, and element counts.
 
-    A family without an inventory has that of a family with the same factory, which builds the same
-    tensors. Without either, the model is counted by its tensor headers, with a remark.
+    A family without an inventory has the inventory of a family with the same factory, which builds
+    the same tensors. Without any inventory, elements are counted from the tensor headers alone, and
+    a remark in the plan states that.
 
     Args:
         facts: facts as a plugin read them.
@@ -130,7 +134,7 @@ def _builds(family: Family, architecture: str) -> bool:
 
 
 def _undeclared(family: Family, facts: ModelFacts) -> str:
-    """Return the remark on a family without inventory.
+    """Return the remark for the plan on a family that declares no inventory.
 
     Raises:
         FactsError: the model has no tensor headers either.

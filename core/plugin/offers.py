@@ -34,7 +34,7 @@ class Mode(StrEnum):
 
 
 class Capture(IntEnum):
-    """The ways in which a component can run in a mode, ordered: ``NO < EAGER < GRAPH``."""
+    """The level at which a component can run in a mode, ordered: ``NO < EAGER < GRAPH``."""
 
     NO = 0  #: it cannot run
     EAGER = 1  #: it runs, but waits for the host or allocates, so it cannot be captured
@@ -50,7 +50,7 @@ FLOAT_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
 @dataclass(frozen=True)
 class Offers:
-    """The capabilities that components of every slot declare.
+    """The capabilities that a component of any slot declares.
 
     Attributes:
         devices: device types it runs on ("cpu", "cuda").
@@ -71,7 +71,7 @@ class Offers:
     overlap: bool = True
 
     def runs_on(self, cards: Iterable[int]) -> bool:
-        """Return whether it supports CUDA devices of all these compute capabilities.
+        """Return whether the component supports CUDA devices of all these compute capabilities.
 
         Args:
             cards: compute capability of each device; an unknown one (0) always passes
@@ -84,12 +84,12 @@ class Offers:
 
     @cached_property
     def runs(self) -> frozenset[Mode]:
-        """Modes in which it can run."""
+        """Modes in which the component can run."""
         return frozenset(mode for mode, level in self.modes.items() if level >= Capture.EAGER)
 
     @cached_property
     def captures_in(self) -> frozenset[Mode]:
-        """Modes in which it can be part of a captured graph."""
+        """Modes in which the component can be part of a captured graph."""
         return frozenset(mode for mode, level in self.modes.items() if level >= Capture.GRAPH)
 
 

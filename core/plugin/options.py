@@ -35,8 +35,8 @@ class StepDefaults(NamedTuple):
     """Default sizes for one device type.
 
     Attributes:
-        running: running sequences.
-        chunk: prompt tokens per step.
+        running: most running sequences.
+        chunk: most prompt tokens per step.
         page: tokens per page.
     """
 
@@ -135,19 +135,19 @@ class SpeculativeOptions(Options):
     def width(self) -> int:
         """Return the number of tokens per decoding row in a step: 1 plus the drafted tokens.
 
-        Algorithms that draft override it.
+        Algorithms that draft override this method.
         """
         return 1
 
     def lookahead(self) -> int:
         """Return the number of positions after a step's tokens that the draft model writes to.
 
-        It writes to its KV cache, so rows need cache pages for these positions too.
+        The draft model writes to its KV cache, so rows need cache pages for these positions too.
         """
         return 0
 
     def draft_folder(self) -> str | None:
-        """Return the folder of the draft model; None if it is in the target's folder, or absent."""
+        """Return the draft model's folder; None if there is none, or it is the target's."""
         return None
 
 

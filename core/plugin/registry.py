@@ -123,7 +123,7 @@ class PluginSet:
         return None
 
     def source_of(self, slot: str, name: str) -> PluginSource:
-        """Return the plugin that registered a component.
+        """Return the plugin that registered the component ``name`` in ``slot``.
 
         Raises:
             KeyError: ``slot`` has no component of this name.
@@ -157,7 +157,7 @@ class PluginSet:
         return results
 
     def read_model(self, name: str) -> ModelReading:
-        """Return the facts of ``model = name``, cached until the folder or config.json changes.
+        """Return the facts of the model ``name``, cached until its folder or config.json changes.
 
         Raises:
             FactsError: no such model, or no plugin can read it.
@@ -182,10 +182,10 @@ class PluginSet:
         return self._models[key]
 
     def complete(self, facts: ModelFacts) -> ModelReading:
-        """Return facts with what their family and format declare, and element counts.
+        """Return ``facts`` with the sizes and splits that the family declares, and element counts.
 
         Raises:
-            FactsError: the weights' bytes are not known.
+            FactsError: the family declares no inventory, and the model has no tensor headers.
         """
         return complete(facts, self._slots["model"], self._slots["quantization"])
 
@@ -228,7 +228,7 @@ class PluginSet:
 
     @cached_property
     def software(self) -> SoftwareFacts:
-        """Versions of the installed ones of ``packages``, of Python and of the C++ compiler."""
+        """Versions of Python and of the installed ``packages``, and the path of a C++ compiler."""
         return software(self.packages)
 
     @cached_property
@@ -330,7 +330,7 @@ def distribution_of(module: str) -> tuple[str, str]:
 def _changed(entry: str) -> int:
     """Return the modification time of an entry of ``sys.path`` in ns; 0 if it does not exist.
 
-    It changes when something is added to a folder or removed from it.
+    The time changes when something is added to a folder or removed from it.
     """
     try:
         return os.stat(entry or ".").st_mtime_ns
@@ -340,13 +340,13 @@ def _changed(entry: str) -> int:
 
 @lru_cache(maxsize=4)
 def _owners(path: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
-    """Return the installed distributions by the top-level modules they ship.
+    """Return the names of installed distributions by the top-level modules that they ship.
 
     Reading the file lists of all distributions takes a third of a second in a full environment, so
     the result is kept.
 
     Args:
-        path: the entries of ``sys.path`` with the times of their last changes, the key of what is
-            kept.
+        path: the entries of ``sys.path`` with the times of their last changes; the result is cached
+            by this key.
     """
     return importlib.metadata.packages_distributions()

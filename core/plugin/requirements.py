@@ -10,7 +10,7 @@ from glowplug.core.plugin.component import Component, Package
 
 
 def missing_packages(component: Component, packages: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the requirements that are not met, each with the installed version.
+    """Return the requirements of a component that are not met, each with the installed version.
 
     The version of a missing package is "not installed".
     """
@@ -22,7 +22,7 @@ def missing_packages(component: Component, packages: Mapping[str, str]) -> list[
 
 
 def unmet(package: Package, packages: Mapping[str, str]) -> str:
-    """Return the wrong version that is installed, or "not installed"; "" if the package fits."""
+    """Return why ``package`` is not met: a wrong version or "not installed"; empty if it is met."""
     version = packages.get(package.name, "")
     if not version:
         return "not installed"

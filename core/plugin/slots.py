@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slot:
-    """One kind of plugin.
+    """A place of the engine that plugins fill with a component, or with several.
 
     Attributes:
         name: name of the slot, as in ``EnginePlan.choice(name)``.

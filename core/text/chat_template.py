@@ -32,11 +32,11 @@ LARGEST_ARGUMENT = 1 << 20
 
 
 class RaisedByTemplate(TemplateError):
-    """A refusal of the conversation by the template itself (``raise_exception``)."""
+    """The error when a template itself refuses the conversation (``raise_exception``)."""
 
 
 class TooMuch(TemplateError):
-    """A template that runs too long or produces too much text."""
+    """The error of a template that runs too long or produces too much text."""
 
 
 class Generation(Extension):
@@ -53,7 +53,7 @@ class Generation(Extension):
 
 
 class Guard(NodeTransformer):
-    """A syntax-tree transformer: loops check the deadline, concatenations check their size."""
+    """A syntax-tree transformer that makes loops check the deadline, concatenations their size."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -68,7 +68,7 @@ class Guard(NodeTransformer):
 
 
 def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
-    """Return the syntax tree of a call of the sandbox's method."""
+    """Return the syntax tree of a call of the sandbox's method named ``method``."""
     return nodes.Call(
         nodes.EnvironmentAttribute(method, lineno=line), arguments, [], None, None, lineno=line
     )
@@ -100,7 +100,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._rendering.deadline = deadline
 
     def tick(self) -> str:
-        """Check the deadline and return "".
+        """Check the deadline and return "", so that the call can stand in a template expression.
 
         Raises:
             TooMuch: the deadline has passed.
@@ -142,7 +142,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Return the rough number of characters, items or bits of an operation's result."""
+    """Return the rough size of an operation's result, in characters, items or bits."""
     sized = [len(value) if isinstance(value, str | list | tuple) else 0 for value in (left, right)]
     numbers = [abs(value) if isinstance(value, int) else 0 for value in (left, right)]
     if operator == "+":

@@ -20,7 +20,7 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDecoder(Protocol):
-    """A decoder of one sequence's ids. A character is returned once its last byte has arrived."""
+    """A decoder of one sequence's token ids; text is returned once its last byte has arrived."""
 
     def feed(self, ids: Sequence[int]) -> str: ...
 
@@ -32,7 +32,7 @@ class StreamDecoder(Protocol):
 def byte_alphabet() -> dict[str, int]:
     """Return the byte of each printable character of GPT-2's alphabet.
 
-    It is the inverse of ``bytes_to_unicode`` in openai/gpt-2, encoder.py.
+    The mapping is the inverse of ``bytes_to_unicode`` in openai/gpt-2, encoder.py.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -56,7 +56,7 @@ def byte_level(piece: str) -> bytes:
 
 
 def is_byte_level(decoder: Any) -> bool:
-    """Return True if this decoder of ``tokenizers`` is ByteLevel alone."""
+    """Return whether a decoder of the ``tokenizers`` library is a single ByteLevel decoder."""
     if decoder is None:
         return False
     state = json.loads(decoder.__getstate__())
@@ -65,7 +65,7 @@ def is_byte_level(decoder: Any) -> bool:
 
 
 class Pieces(dict[int, bytes]):
-    """Bytes by token id, filled on first use. Threads may share it.
+    """The bytes of each token id, computed on first use. Threads may share the object.
 
     Args:
         name_of: returns the piece of a token id, or None.

@@ -17,7 +17,7 @@ from glowplug.core.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Output:
-    """A piece of output.
+    """A piece of a sequence's output text.
 
     Attributes:
         text: new text.
@@ -33,10 +33,11 @@ class Output:
 class StopStrings:
     """An Aho-Corasick automaton (CACM 18:6, 1975) over stop strings.
 
-    It takes one step per character for any number of strings. State 0 is the root.
+    Matching takes one step per character for any number of strings. State 0 is the root.
 
     Attributes:
-        depth: for each state, characters of the longest prefix of a stop string at the text's end.
+        depth: for each state, the number of characters of the longest prefix of a stop string at
+            the text's end.
         match: for each state, the longest stop string at the text's end, or None.
         first: first characters of the stop strings.
     """

@@ -41,8 +41,8 @@ class Tokenizer:
 
     Attributes:
         vocab_size: the largest token id plus one.
-        bos_id: token id, or None.
-        eos_id: token id, or None.
+        bos_id: id of the beginning-of-sequence token, or None.
+        eos_id: id of the end-of-sequence token, or None.
         eos_ids: all ids that end a sequence, ``eos_id`` first.
         has_chat_template: the tokenizer has a chat template.
     """
@@ -210,7 +210,7 @@ class Tokenizer:
         return bool(self._sources)
 
     def use_chat_template(self, source: str) -> None:
-        """Render all later conversations with ``source``, including those with tools."""
+        """Use the template ``source`` for all later conversations, including those with tools."""
         self._sources = {"default": source}
         self._templates = {}
 
@@ -225,7 +225,7 @@ class Tokenizer:
     ) -> str:
         """Return the prompt text of a conversation.
 
-        It must be encoded with ``add_special_tokens=False``.
+        The text must be encoded with ``add_special_tokens=False``.
 
         Args:
             messages: the messages.
@@ -289,7 +289,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _text_of(value: Any) -> str | None:
     """Return the text of a special token: a string, or an object with ``content``.
 
-    None for any other value.
+    The result is None for any other value.
     """
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None

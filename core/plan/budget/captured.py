@@ -14,7 +14,7 @@ from glowplug.core.plugin.slots import CAPTURED_SLOTS
 
 @dataclass(frozen=True)
 class Captured:
-    """Captured steps, each tuple ascending.
+    """The sizes of the steps that the graph runner captures; each tuple is ascending.
 
     Attributes:
         batch_sizes: batch sizes of decode steps.
@@ -30,9 +30,10 @@ class Captured:
 
 
 def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
-    """Return the captured steps, before the longest sequence has been decided.
+    """Return the sizes of the steps that the graph runner captures.
 
-    The longest sequence is taken to be the given ``context_length``, or else the model's.
+    The sizes are needed before the longest sequence is decided, which is taken to be the given
+    ``context_length``, or else the model's.
 
     Args:
         rows: most running sequences.
@@ -66,8 +67,8 @@ def _pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
 def _captures_extend(proposal: Proposal) -> bool:
     """Return whether the draft's pass over a step's tokens is captured with the target's passes.
 
-    It is if all components of the pass can be captured. Attention only stores keys and values in
-    this pass, as in the captured decode steps.
+    This requires that all components of the pass can be captured. Attention only stores keys and
+    values in this pass, as in the captured decode steps.
     """
     inside = [
         chosen for slot in (*CAPTURED_SLOTS, "speculative") for chosen in proposal.chosen[slot]
@@ -78,10 +79,11 @@ def _captures_extend(proposal: Proposal) -> bool:
 
 
 def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
-    """Return ``Sizes.short_keys`` and ``Sizes.short_rows``; (0, ()) if there are no such graphs.
+    """Return ``Sizes.short_keys`` and ``Sizes.short_rows``, for which second graphs are captured.
 
-    Such graphs are captured only if rows can be longer than short ones, without drafts, and on one
-    rank, because other ranks may have longer rows.
+    The graphs decode short rows by a faster kernel. The result is (0, ()) without such graphs: they
+    are captured only if rows can be longer than short ones, without drafts, and on one rank,
+    because other ranks may have longer rows.
 
     Args:
         rows: most running sequences.
@@ -107,7 +109,7 @@ def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple
 def captured_decisions(
     proposal: Proposal, captured: Captured, rows: int, step_tokens: int
 ) -> Iterator[Decision]:
-    """Yield the decisions for batch sizes and token counts; none without a device or graphs.
+    """Yield the decisions on captured batch sizes and token counts; none without GPU or graphs.
 
     Args:
         rows: most running sequences.
@@ -121,7 +123,7 @@ def captured_decisions(
 
 
 def _batch_size_decision(proposal: Proposal, sizes: tuple[int, ...], rows: int) -> Decision:
-    """Return the decision for the batch sizes: the given ones that can run, or the default."""
+    """Return the decision on captured batch sizes: the given ones that can run, or the default."""
     field = "graphs.batch_sizes"
     given = getattr(proposal.config.graphs, "batch_sizes", None)
     if given is None:
@@ -137,7 +139,7 @@ def _batch_size_decision(proposal: Proposal, sizes: tuple[int, ...], rows: int) 
 def _token_count_decision(
     proposal: Proposal, counts: tuple[int, ...], step_tokens: int
 ) -> Decision:
-    """Return the decision for the token counts: the given ones that can occur, or the default."""
+    """Return the decision on captured token counts: the given ones that occur, or the default."""
     field = "graphs.prefill_tokens"
     given = getattr(proposal.config.graphs, "prefill_tokens", None)
     if given is None:
@@ -153,11 +155,11 @@ def _token_count_decision(
 def _given_counts(
     proposal: Proposal, field: str, counts: tuple[int, ...], left_out: list[int], limit: str
 ) -> Decision:
-    """Return the decision for given counts.
+    """Return the decision on batch sizes or token counts that were given for ``field``.
 
     Args:
         left_out: given counts that are not captured.
-        limit: the reason why they are not.
+        limit: the reason why those in ``left_out`` are not captured.
     """
     by, why = proposal.source(field) or ("operator", "")
     if left_out:

@@ -12,7 +12,7 @@ from glowplug.core.plugin.options import DEVICE_DEFAULTS
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of a step, which do not depend on the byte budget.
+    """The counts that limit a step, such as rows and tokens; they do not depend on the byte budget.
 
     Attributes:
         rows: most running sequences.
@@ -98,7 +98,7 @@ def _page_size(proposal: Proposal) -> Decision:
 def _given_or(
     proposal: Proposal, path: str, given: int | None, otherwise: int, why: str
 ) -> Decision:
-    """Return the decision for a given value, or for ``otherwise`` with the reason ``why``."""
+    """Return the decision for ``path``: ``given``, else ``otherwise`` with the reason ``why``."""
     if given is None:
         return Decision(path, otherwise, "size", why)
     return proposal.given(path, given)
@@ -118,7 +118,7 @@ def _segments(proposal: Proposal) -> Decision | None:
 
 
 def _against_segments(proposal: Proposal) -> str:
-    """Return the reason why "auto" does not use expandable segments; "" if it does."""
+    """Return why the setting "auto" does not use expandable segments; empty if it uses them."""
     collectives = proposal.collectives
     if collectives is None or collectives.offers.expandable_segments:
         return ""

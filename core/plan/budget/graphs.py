@@ -37,9 +37,9 @@ def driver_bytes(
     """Return the bytes of memory that the driver takes for graphs.
 
     Args:
-        sizes: number of batch sizes.
+        sizes: number of captured batch sizes.
         layers: number of layers of the model.
-        counts: number of token counts.
+        counts: number of captured token counts of passes with prompts.
         drafts: passes of the draft model before a step. Each has a graph of its own, and there are
             two more: for the positions of the draft's tokens and for those of the step's.
         extends: number of token counts for which the draft's pass over a step's tokens is captured.
@@ -52,10 +52,10 @@ def driver_bytes(
 def pool_bytes(decoding: int, passing: int, expandable: bool = False) -> int:
     """Return the bytes of the pool that all graphs share.
 
-    Decode steps are captured first. The blocks of a larger pass do not fit into theirs, so both
-    count in full (V3 on an H200: 499 and 1,564 MiB, pool 2,063 MiB). If the decode steps' blocks
-    are larger, or segments are expandable, they can hold most of the pass (V2-Lite: 282 and
-    181 MiB, pool 307 MiB).
+    Decode steps are captured first. The blocks of a larger pass do not fit into those of the decode
+    steps, so both count in full (V3 on an H200: 499 and 1,564 MiB, pool 2,063 MiB). If the decode
+    steps' blocks are larger, or segments are expandable, they can hold most of the pass (V2-Lite:
+    282 and 181 MiB, pool 307 MiB).
 
     Args:
         decoding: bytes that the allocator takes for the largest decode step alone.
@@ -68,13 +68,13 @@ def pool_bytes(decoding: int, passing: int, expandable: bool = False) -> int:
 
 
 def grown_pool_bytes(step: int, logits: int, passing: int) -> int:
-    """Return the bytes of the graphs' pool with expandable segments.
+    """Return the bytes of the pool that all graphs share, if segments are expandable.
 
     The formula was fitted on an H200: to one shape, and to the largest pass of another.
 
     Args:
         step: bytes of tensors in the layers of the largest decode step.
-        logits: bytes of its logits, which follow the layers.
+        logits: bytes of that step's logits, which are computed after the layers.
         passing: bytes of tensors in the largest captured pass with prompts.
     """
     decoding = max(step, logits)
@@ -117,7 +117,7 @@ def kept_bytes(
 def graph_line(
     proposal: Proposal, captured: Captured, step_bytes: Callable[[int], int]
 ) -> BudgetLine | None:
-    """Return the budget line of the graphs; None without graphs.
+    """Return the budget line of the captured graphs; None if no steps are captured.
 
     Args:
         captured: the captured steps.
@@ -152,7 +152,7 @@ def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[in
     """Return the bytes of the pool that all graphs share.
 
     Without expandable segments, the logits of a decode step, and the tensors of sampling, do not
-    fit into the blocks that its activations have freed.
+    fit into the blocks that the step's activations have freed.
     """
     tokens = captured.batch_sizes[-1] * proposal.values.width
     logits = int(tokens * proposal.facts.model.vocab_size * 4 * LOGIT_COPIES)
@@ -166,7 +166,7 @@ def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[in
 
 
 def _described(captured: Captured) -> str:
-    """Convert the captured steps to text."""
+    """Return the number and the largest size of the captured steps as text."""
     sizes = captured.batch_sizes
     counts = captured.pass_tokens
     parts = [f"{len(sizes)} batch sizes up to {sizes[-1]}"]

@@ -45,7 +45,7 @@ class StepTokens:
 
 
 class LayerBytes:
-    """Formulas for the activations of one proposal, in bytes.
+    """Formulas for the bytes of activations that the layers of a proposal hold in a step.
 
     Attributes:
         model: facts of the model.
@@ -93,7 +93,7 @@ class LayerBytes:
         return self.model.kind == "mla"
 
     def claimed(self, tokens: int) -> int:
-        """Return the bytes that torch's allocator takes for a step, without rounding up of blocks.
+        """Return the bytes that torch's allocator takes for a step, before it rounds up blocks.
 
         Args:
             tokens: tokens of the step in each dp group.
@@ -104,7 +104,7 @@ class LayerBytes:
         return self.activations(StepTokens(tokens, gathered, tokens)) + extra
 
     def activations(self, step: StepTokens) -> int:
-        """Return the bytes at the peak of a step's layers, including its indices and rotations."""
+        """Return the peak bytes of a step's layers, including indices and rotations of tokens."""
         model = self.model
         hidden = self.model.hidden_size
         stream = step.own * hidden * self.element
@@ -135,14 +135,17 @@ class LayerBytes:
         return int(tokens * size * (self._cast or self.element))
 
     def both(self, tokens: int) -> int:
-        """Return the bytes of tokens in the gate's format, and in the experts' if it differs."""
+        """Return the bytes of tokens as the gate reads them, and as experts read them if different.
+
+        Experts have a format of their own if they read quantised activations.
+        """
         plain = tokens * self.model.hidden_size * self.element
         return plain + (self.cast(tokens, self.model.hidden_size) if self._cast else 0)
 
     # ---- attention -------------------------------------------------------------------------------
 
     def attention(self, step: StepTokens) -> int:
-        """Return the bytes at the peak of an attention layer, without its normed input."""
+        """Return the peak bytes of one attention layer, without those of its normed input."""
         model = self.model
         tokens = step.own
         element = self.element
@@ -181,11 +184,11 @@ class LayerBytes:
     # ---- feed-forward ----------------------------------------------------------------------------
 
     def dense(self, tokens: int) -> MemoryUse:
-        """Return the memory of a dense feed-forward layer."""
+        """Return the memory use of a dense feed-forward layer."""
         return self._gated(tokens, -(-self.model.sizes.width // axis_size("tp", self.mesh)))
 
     def _gated(self, tokens: int, width: int) -> MemoryUse:
-        """Return the memory of gate and up projections, their product and the output.
+        """Return the memory use of a feed-forward block: gate and up projections, product, output.
 
         ``width``: intermediate size on this rank.
         """
@@ -194,7 +197,7 @@ class LayerBytes:
         return MemoryUse(max(2 * tokens * width * self.element + inner, inner + out), out)
 
     def experts(self, tokens: int) -> MemoryUse:
-        """Return the memory of a layer of routed experts, with its shared expert."""
+        """Return the memory use of a layer of routed experts, with its shared expert."""
         model = self.model
         inter = -(-model.sizes.expert_width // axis_size("moe_tp", self.mesh))
         count = -(-model.n_routed_experts // axis_size("ep", self.mesh))
@@ -231,9 +234,9 @@ class LayerBytes:
 def _scheme(
     chosen: ChosenOf[QuantizationOffers, QuantizationOptions] | None, device: str
 ) -> tuple[QuantizationOffers, float]:
-    """Return the scheme's offers, and the bytes of an activation element as its GEMMs read it.
+    """Return the quantization's offers, and the bytes of an activation element in its GEMMs.
 
-    The bytes are 0 for the compute dtype.
+    The bytes are 0 if the GEMMs read the compute dtype.
     """
     if chosen is None:
         return QuantizationOffers(), 0.0

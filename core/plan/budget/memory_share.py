@@ -28,7 +28,7 @@ STEP_OPTIONS = {
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """Memory of one rank.
+    """The memory that one rank may use.
 
     Attributes:
         total: bytes that the rank may use.
@@ -67,7 +67,7 @@ class Budget:
 
 
 def decide_budget(proposal: Proposal, counts: Counts) -> Budget | Refusal:
-    """Return the budget of a rank, or a refusal if its fixed lines leave no memory."""
+    """Return the budget of a rank, or a refusal if fixed lines leave no memory for a KV cache."""
     lines = (*_weight_lines(proposal), *workspace_lines(proposal, counts))
     fraction = proposal.config.memory.fraction
     decisions = [] if fraction is None else [proposal.given("memory.fraction", fraction)]
@@ -76,7 +76,7 @@ def decide_budget(proposal: Proposal, counts: Counts) -> Budget | Refusal:
 
 
 def _memory_share(proposal: Proposal) -> MemoryShare:
-    """Return the memory of a rank."""
+    """Return the memory that a rank may use."""
     machine = proposal.facts.hardware
     fraction = proposal.config.memory.fraction
     if proposal.values.device == "cuda":
@@ -96,7 +96,7 @@ def _memory_share(proposal: Proposal) -> MemoryShare:
 
 
 def _weight_lines(proposal: Proposal) -> list[BudgetLine]:
-    """Return the lines of the weights, and of the draft's weights."""
+    """Return the budget lines of the model's weights and, with a draft, of the draft's weights."""
     scheme = proposal.quantization
     assert scheme is not None
     storage = Storage(
@@ -125,11 +125,11 @@ def _weight_line(
     storage: Storage,
     drafts: bool,
 ) -> BudgetLine:
-    """Return the line of one model's weights.
+    """Return the budget line of one model's weights.
 
     Args:
-        elements: element counts by kind.
-        drafts: the line is that of the first next-token layer.
+        elements: number of elements by kind (``WeightKind``).
+        drafts: count the first next-token layer instead of the target.
     """
     ranks = proposal.values.ranks
     how = "tensor headers" if model.tensors else "arithmetic from config.json"
@@ -156,7 +156,7 @@ def _too_big(proposal: Proposal, budget: Budget) -> Refusal:
 
 
 def _smaller(proposal: Proposal, budget: Budget) -> tuple[str, str]:
-    """Return the field to change so that the fixed lines fit, and the fix."""
+    """Return the option to change so that the fixed lines fit, and the text of the fix."""
     fraction = _larger_fraction(proposal, budget)
     if fraction:
         return "memory.fraction", fraction
@@ -182,14 +182,17 @@ def _smaller(proposal: Proposal, budget: Budget) -> tuple[str, str]:
 
 
 def _smaller_step(lines: Mapping[str, int]) -> tuple[str, str]:
-    """Return the field that makes the larger of a step's lines smaller, and the fix."""
+    """Return the option that reduces the larger of activations and logits, and the fix.
+
+    ``lines``: bytes by name of the budget line.
+    """
     first, second = sorted(STEP_OPTIONS, key=lambda name: -lines.get(name, 0))
     field = STEP_OPTIONS[first]
     return field, f"a smaller {field}, and a smaller {STEP_OPTIONS[second]}"
 
 
 def _larger_fraction(proposal: Proposal, budget: Budget) -> str:
-    """Return the fix of a given ``memory.fraction`` that is too small; "" if it is not."""
+    """Return the fix that raises a given ``memory.fraction``; empty if raising cannot help."""
     share = budget.needed / budget.share.memory
     if proposal.config.memory.fraction is None or share >= 1 - CUDA_RESERVE:
         return ""

@@ -41,7 +41,7 @@ class Pages:
 
 
 def decide_pages(proposal: Proposal, counts: Counts, budget: Budget) -> Pages | Refusal:
-    """Return the pages that fit into the memory left, or a refusal."""
+    """Return the pages of KV pool that fit into the memory left by the budget, or a refusal."""
     size = counts.page_size
     token_bytes = kv_token_bytes(proposal)
     state_bytes = page_state_bytes(proposal)
@@ -116,7 +116,7 @@ def page_state_bytes(proposal: Proposal) -> int:
 def _kv_tokens(
     proposal: Proposal, counts: Counts, budget: Budget, page_bytes: int
 ) -> Decision | Refusal:
-    """Return the decision for the tokens of the KV pool, in whole pages, or a refusal."""
+    """Return the decision on the number of tokens in the KV pool (whole pages), or a refusal."""
     memory = proposal.config.memory
     if memory.kv_tokens is not None:
         number = -(-memory.kv_tokens // counts.page_size) + 1
@@ -134,7 +134,7 @@ def _given_tokens(
 
     Args:
         field: the option that gives the size.
-        number: pages of this size.
+        number: number of pages in a pool of the given size.
     """
     most = budget.left // page_bytes
     if 2 <= number <= most:
@@ -159,9 +159,9 @@ def _auto_tokens(
 ) -> Decision | Refusal:
     """Return the decision for the default size of the KV pool, or a refusal.
 
-    The pool takes the memory that is left. Its upper bound is, on a device, ``KV_SPARE`` times the
-    pages that running sequences can use, for the prefix cache; on a CPU, these pages themselves or
-    ``CPU_KV_CAP``.
+    The pool takes the memory that is left, up to a bound. On a device, the bound is ``KV_SPARE``
+    times the pages that running sequences can use, so that the prefix cache has room; on a CPU, it
+    is these pages or ``CPU_KV_CAP`` bytes, if fewer.
     """
     rows = counts.rows
     context = proposal.config.context_length or proposal.facts.model.max_positions
@@ -187,9 +187,9 @@ def _auto_tokens(
 
 
 def _sequence_pages(proposal: Proposal, context: int, page_size: int) -> int:
-    """Return the number of pages of the longest sequence.
+    """Return the number of pages that the longest sequence needs.
 
-    ``context``: its length in tokens, prompt and output.
+    ``context``: length of that sequence in tokens, prompt and output.
     """
     return -(-(context + _ahead(proposal)) // page_size)
 
@@ -197,7 +197,7 @@ def _sequence_pages(proposal: Proposal, context: int, page_size: int) -> int:
 def _ahead(proposal: Proposal) -> int:
     """Return the number of positions after the longest sequence that need pages too.
 
-    It is part of ``Sizes.positions``.
+    ``Sizes.positions`` includes these positions.
     """
     return proposal.values.width + proposal.values.lookahead
 
@@ -210,10 +210,11 @@ def _context(
 ) -> Decision | Refusal:
     """Return the decision for the longest sequence, or a refusal if a given length does not fit.
 
-    By default it is the model's, or what the KV pool can hold if that is less.
+    The default is the model's longest sequence, or the longest that the KV pool can hold if that is
+    shorter.
 
     Args:
-        number: pages of the pool.
+        number: number of pages in the pool.
         token_bytes: bytes of KV cache of a token.
         memory: the memory of the rank as text.
     """

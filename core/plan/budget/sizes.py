@@ -20,7 +20,7 @@ from glowplug.core.plan.proposal import Proposal
 
 
 def size(proposal: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
-    """Return the sizes and the byte budget; None after a refusal.
+    """Return the engine's sizes and the byte budget; None after adding a refusal to the proposal.
 
     Model, attention, quantization and speculative algorithm must have been chosen.
     """
@@ -48,7 +48,7 @@ def size(proposal: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
 
 
 def _sizes(proposal: Proposal, counts: Counts, pages: Pages) -> Sizes:
-    """Return the sizes that follow from counts and pages."""
+    """Return the engine's sizes, computed from the counts of a step and the pages."""
     keys, short = short_steps(proposal, counts.rows, pages.context)
     return Sizes(
         context_length=pages.context,
@@ -85,7 +85,7 @@ def _peak_tokens(proposal: Proposal) -> tuple[int, ...]:
 
 
 def _draft_remarks(proposal: Proposal) -> list[Decision]:
-    """Return a remark if only the first of several next-token layers is used."""
+    """Return a remark for the plan if only the first of several next-token layers is used."""
     layers = (proposal.facts.draft or proposal.facts.model).nextn_layers
     if not proposal.values.draft_layers or layers < 2:
         return []

@@ -24,10 +24,10 @@ SCORED_COPIES = 2  #: tensors of their size: logits and log-probabilities
 
 
 def workspace_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
-    """Return the budget lines of a step.
+    """Return the budget lines for the memory of a step.
 
-    They are activations of the largest step, logits of all rows, rotary tables, and the memory of
-    attention, sampling, CUDA runtime and graphs.
+    The lines are: activations of the largest step, logits of all rows, rotary tables, and the
+    memory of attention, sampling, CUDA runtime and graphs.
     """
     model = proposal.facts.model
     lines = [_activation_line(proposal, counts), _logit_line(proposal, counts.rows)]
@@ -43,7 +43,7 @@ def workspace_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
 
 
 def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
-    """Return the lines of memory that only a device has."""
+    """Return the budget lines that exist only on a GPU."""
     rows = counts.rows
     lines = _attention_line(proposal, rows)
     lines.append(
@@ -60,7 +60,7 @@ def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
 
 
 def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
-    """Return the line of buffers that attention reserves for the longest rows; [] for none."""
+    """Return the budget line of the buffers that attention reserves; [] if it reserves none."""
     attention = proposal.attention
     values = proposal.values
     model = proposal.facts.model
@@ -84,7 +84,7 @@ def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
 
 
 def _collective_line(proposal: Proposal, step_tokens: int) -> list[BudgetLine]:
-    """Return the line of the collectives' buffers; [] for none."""
+    """Return the budget line of the collectives' buffers; [] if they have none."""
     collectives = proposal.collectives
     if collectives is None or collectives.offers.buffer_bytes is None:
         return []
@@ -100,7 +100,7 @@ def _sampler(proposal: Proposal) -> SamplerOffers:
 
 
 def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
-    """Return the line of the activations of the largest step."""
+    """Return the budget line of the activations of the largest step."""
     groups = proposal.values.mesh.get("dp", 1)
     step_tokens = counts.step_tokens
     gathered = step_tokens * groups
@@ -115,7 +115,7 @@ def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
 
 
 def _largest_step(proposal: Proposal, counts: Counts, gathered: int) -> StepTokens:
-    """Return the largest step, as ``warmup.most_tokens`` runs it.
+    """Return the token counts of the largest step, which ``warmup.most_tokens`` runs.
 
     Its longest row has a chunk of prompt tokens after the same number of cached tokens, if the
     context length allows it.
@@ -135,9 +135,9 @@ def _even_step(proposal: Proposal, tokens: int) -> int:
 
 
 def _logit_line(proposal: Proposal, rows: int) -> BudgetLine:
-    """Return the line of the logits.
+    """Return the budget line of the logits.
 
-    It covers a step that samples all rows with every sampling parameter, and the scoring of a
+    The line covers a step that samples all rows with every sampling parameter, and the scoring of a
     prompt.
     """
     model = proposal.facts.model
@@ -160,7 +160,7 @@ def _logit_line(proposal: Proposal, rows: int) -> BudgetLine:
 
 
 def _on_host(proposal: Proposal, own: int, gathered: int) -> int:
-    """Return the bytes of a step on a CPU.
+    """Return the bytes of activations of a step on a CPU.
 
     Args:
         own: tokens of this rank's dp group, which attention computes.
@@ -182,7 +182,7 @@ def _on_host(proposal: Proposal, own: int, gathered: int) -> int:
 
 
 def _rope_tables(proposal: Proposal) -> BudgetLine:
-    """Return the line of the rotary tables of the model and of its draft."""
+    """Return the budget line of the rotary tables of the model and of its draft."""
     model = proposal.facts.model
     tables = 1 + proposal.values.draft_layers
     positions = proposal.config.context_length or model.max_positions

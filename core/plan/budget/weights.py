@@ -38,8 +38,8 @@ class Storage:
         keeps: quantised weights stay quantised.
         copies_latent: a second copy of the latent's up-projection is kept (a CPU lays it out for
             absorption).
-        online: bytes of an element that is quantised while loading; 0 for none. The projections to
-            the latents then count as if they were not quantised.
+        online: bytes of an element that is quantised while loading; 0 if none is. The projections
+            to the latents then count as if they were not quantised.
     """
 
     compute: int
@@ -59,7 +59,7 @@ def weights_by_rank(
     """Return the bytes of weights on each rank.
 
     Args:
-        tally: element counts by kind.
+        tally: number of elements by kind.
         drafts: count the first next-token layer instead of the target.
     """
     wanted = {kind: count for kind, count in tally.items() if kind.draft == (0 if drafts else -1)}
@@ -96,9 +96,9 @@ def number_bytes(kind: WeightKind, storage: Storage) -> float:
 
 
 def parts_of(role: str, model: ModelFacts, mesh: Mapping[str, int], exchange: bool) -> int:
-    """Return the number of ranks that share one copy of the tensors of a role.
+    """Return the number of ranks among which tensors of a role are split; 1 for whole tensors.
 
-    It is not for the vocabulary.
+    For tensors of the vocabulary see ``vocabulary_rows``.
 
     Args:
         role: a role in ``weight_classes``.
@@ -118,9 +118,9 @@ def parts_of(role: str, model: ModelFacts, mesh: Mapping[str, int], exchange: bo
 
 
 def vocabulary_rows(vocab: int, mesh: Mapping[str, int], rank: int) -> int:
-    """Return the number of rows of embedding and head on a rank.
+    """Return the number of rows that a rank holds of the embedding and of the head.
 
-    The slices are equal, but the last ones may be shorter.
+    All ranks hold equally many rows, but the last ones may hold fewer.
     """
     return deal(vocab, axis_size("attn_tp", mesh), coordinates(rank, mesh).get("attn_tp", 0))[1]
 

@@ -12,7 +12,7 @@ from glowplug.core.plan.proposal import Proposal
 
 @reads("attention", "model")
 def check_attention_kind(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse attention of another kind than the model's."""
+    """Refuse attention of another kind (MLA or MHA) than the model's."""
     chosen = proposal.attention
     model = proposal.model
     if chosen is None or model is None:
@@ -33,7 +33,7 @@ def check_attention_kind(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads("attention")
 def check_kv_dtype(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse a KV cache dtype that attention does not read."""
+    """Refuse a KV cache dtype that the attention backend cannot read."""
     chosen = proposal.attention
     kv_dtype = proposal.values.kv_dtype
     if chosen is None:
@@ -59,7 +59,7 @@ def check_kv_dtype(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads("attention")
 def check_page_size(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse a given page size that attention does not read."""
+    """Refuse a given page size that the attention backend cannot read."""
     chosen = proposal.attention
     size = proposal.config.attention.page_size
     if chosen is None or size is None:
@@ -78,7 +78,7 @@ def check_page_size(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads("attention", "speculative")
 def check_width(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse attention that cannot verify the drafted tokens."""
+    """Refuse an attention backend that cannot verify the drafted tokens of a row."""
     chosen = proposal.attention
     speculative = proposal.speculative
     if chosen is None or speculative is None:
@@ -111,7 +111,7 @@ def check_width(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads("attention", "speculative")
 def check_first_key(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse attention that reads the first position, which the draft's cache does not hold."""
+    """Refuse attention that reads the first position if the draft's cache has no entry for it."""
     chosen = proposal.attention
     speculative = proposal.speculative
     if chosen is None or speculative is None:

@@ -15,7 +15,10 @@ from glowplug.core.plugin.slots import Slot
 def component_checks(
     proposal: Proposal, slot: Slot, component: Component, chosen: Chosen
 ) -> Iterator[Refusal]:
-    """Refuse a wrong contract, device, compute capability or dtype, and missing packages."""
+    """Refuse a component whose contract version, devices or dtypes do not fit the plan.
+
+    A component is also refused if packages that it requires are missing.
+    """
     if component.contract != CONTRACT:
         yield refuse(
             proposal,
@@ -36,7 +39,7 @@ def component_checks(
 def _packages(
     proposal: Proposal, slot: Slot, component: Component, chosen: Chosen
 ) -> Iterator[Refusal]:
-    """Refuse missing packages."""
+    """Refuse a component if packages that it requires are missing."""
     for requirement, found in missing_packages(component, proposal.facts.software.packages):
         yield refuse(
             proposal,
@@ -50,7 +53,7 @@ def _packages(
 def provider_checks(
     proposal: Proposal, slot: Slot, component: Component, chosen: Chosen
 ) -> Iterator[Refusal]:
-    """Refuse libraries that options choose for GEMMs on CUDA and that are not installed."""
+    """Refuse libraries that the component's options choose for GEMMs on CUDA but are missing."""
     if proposal.values.device != "cuda" or not component.uses:
         return
     for name in chosen.options.provider_fields():
@@ -67,7 +70,7 @@ def provider_checks(
 
 
 def _device(proposal: Proposal, slot: Slot, chosen: Chosen) -> Iterator[Refusal]:
-    """Refuse a wrong device or compute capability."""
+    """Refuse a component that does not run on the plan's device or its compute capability."""
     offers = chosen.offers
     device = proposal.values.device
     machine = proposal.facts.hardware
@@ -93,7 +96,7 @@ def _device(proposal: Proposal, slot: Slot, chosen: Chosen) -> Iterator[Refusal]
 
 
 def _dtype(proposal: Proposal, slot: Slot, chosen: Chosen) -> Iterator[Refusal]:
-    """Refuse a wrong compute dtype."""
+    """Refuse a component that does not support the compute dtype."""
     dtypes = chosen.offers.dtypes
     dtype = proposal.values.dtype
     if slot.step and dtype not in dtypes:

@@ -14,8 +14,8 @@ FIELD = "scheduler.last_layer"
 def choose_last_layer(proposal: Proposal) -> None:
     """Decide which tokens of prompts go through the last layer.
 
-    With "auto", these are the tokens sampled from on a device if possible, and all tokens on a CPU,
-    which is the reference for devices.
+    With "auto", a GPU computes only the tokens whose logits are sampled, if possible; a CPU
+    computes all tokens, because its results are the reference for GPUs.
     """
     given = proposal.config.scheduler.last_layer
     source = proposal.source(FIELD)
@@ -37,7 +37,7 @@ def choose_last_layer(proposal: Proposal) -> None:
 
 @reads("model", "speculative", "parallel")
 def check_last_layer(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse "sampled" if all tokens must go through the last layer."""
+    """Refuse the setting "sampled" if all tokens must go through the last layer."""
     needed = _needs_all(proposal) if proposal.config.scheduler.last_layer == "sampled" else ""
     if needed:
         yield Refusal("model", FIELD, needed, f'{FIELD} = "all", or leave it out')

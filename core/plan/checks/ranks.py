@@ -22,7 +22,7 @@ ORDER = ("tp", "ep", "dp")
 
 @reads("parallel")
 def check_mesh(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse two strategies that define the same axis."""
+    """Refuse two parallelism strategies that define the same mesh axis."""
     seen: dict[str, str] = {}
     for chosen in proposal.parallel:
         for axis in sorted(chosen.offers.axes) or ["of one rank"]:
@@ -39,7 +39,7 @@ def check_mesh(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads("parallel")
 def check_order(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse strategies in a wrong order, and other strategies beside one for a single rank."""
+    """Refuse strategies in a wrong order, or beside the strategy for a single rank."""
     held = proposal.parallel
     for chosen in held:
         if (
@@ -70,7 +70,10 @@ def check_order(proposal: Proposal) -> Iterator[Refusal]:
 
 
 def out_of_order(proposal: Proposal) -> bool:
-    """Return whether ``[[parallel]]`` has a wrong order, with which strategies' own checks fail."""
+    """Return whether the strategies in ``[[parallel]]`` are in a wrong order.
+
+    The strategies' own checks would then refuse ranks that later strategies define.
+    """
     places = [_place(chosen) for chosen in proposal.parallel]
     return places != sorted(places)
 
@@ -82,7 +85,7 @@ def _place(chosen: ChosenOf[ParallelOffers, ParallelOptions]) -> int:
 
 @reads("parallel")
 def check_blocks(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse axes of strategies without an own check that do not divide the tensor ranks."""
+    """Refuse axes that do not divide the tensor ranks, if the strategy has no check of its own."""
     mesh = proposal.values.mesh
     for chosen in proposal.parallel:
         found = proposal.plugins.find("parallel", chosen.name)
@@ -180,7 +183,10 @@ def check_expandable_segments(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads("parallel")
 def check_machine(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse more hosts, devices or cores than there are, and unequal numbers of ranks per host."""
+    """Refuse a plan that needs more hosts, devices or cores than there are.
+
+    A plan is also refused if its ranks cannot be divided equally among the hosts.
+    """
     if not proposal.parallel:
         return
     strategy = proposal.parallel[0]
@@ -189,7 +195,7 @@ def check_machine(proposal: Proposal) -> Iterator[Refusal]:
 
 
 def _check_hosts(proposal: Proposal, strategy: Chosen) -> Iterator[Refusal]:
-    """Refuse more hosts than there are, and unequal numbers of ranks per host.
+    """Refuse more hosts than there are, and ranks that cannot be divided equally among the hosts.
 
     Args:
         strategy: the strategy that the refusals name.

@@ -23,7 +23,7 @@ READS: dict[Check, tuple[str, ...]] = {}
 
 
 def reads(*slots: str) -> Callable[[Check], Check]:
-    """Return a decorator that registers a check under the slots it reads."""
+    """Return a decorator that registers a check under the slots whose components it reads."""
 
     def register(check: Check) -> Check:
         READS[check] = slots
@@ -45,7 +45,7 @@ def use_field(proposal: Proposal, slot: Slot, chosen: Chosen) -> str:
 def refuse(
     proposal: Proposal, slot: str, chosen: Chosen, reason: str, fix: str, field: str = ""
 ) -> Refusal:
-    """Return a refusal by a chosen component; ``field`` is by default the path of its ``use``."""
+    """Return the refusal of a chosen component; ``field`` is by default the path of its ``use``."""
     return Refusal(
         by=chosen.name,
         field=field or use_field(proposal, BY_NAME[slot], chosen),
@@ -56,7 +56,7 @@ def refuse(
 
 
 def instead(proposal: Proposal, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
-    """Return a fix that names components whose offers satisfy ``fits``, or else ``otherwise``."""
+    """Return a fix that names components whose offers pass ``fits``, if any; else ``otherwise``."""
     section = BY_NAME[slot].section or slot
     wanted = proposal.trial is None or proposal.trial.fixes
     names = suggestions(proposal, slot, fits) if wanted else []
@@ -64,5 +64,5 @@ def instead(proposal: Proposal, slot: str, fits: Callable[[Any], bool], otherwis
 
 
 def listed(values: Any) -> str:
-    """Return sorted values as text."""
+    """Return values as text, sorted and separated by commas."""
     return ", ".join(str(value) for value in sorted(values))

@@ -27,6 +27,6 @@ BY_SLOT = {
 
 
 def run_checks(proposal: Proposal) -> list[Refusal]:
-    """Return the refusals of all checks; during a trial, of those that read its slot."""
+    """Return the refusals of all checks; during a trial, only of checks that read its slot."""
     checks = CHECKS if proposal.trial is None else BY_SLOT[proposal.trial.slot]
     return [refusal for check in checks for refusal in check(proposal)]

@@ -37,7 +37,7 @@ def _layer_user(proposal: Proposal) -> ChosenOf[SpeculativeOffers, SpeculativeOp
 
 @reads("speculative", "model")
 def check_nextn(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse a missing next-token layer, and families that cannot build one."""
+    """Refuse speculation whose next-token layer is missing or cannot be built by the family."""
     chosen = _layer_user(proposal)
     model = proposal.model
     if chosen is None or model is None:
@@ -182,9 +182,10 @@ def tokenizer_difference(draft: str, target: str) -> str:
 
 @lru_cache(maxsize=64)
 def _difference(draft: str, target: str, draft_time: int, target_time: int) -> str:
-    """Return the difference of two tokenizer.json files.
+    """Return how the text of token ids differs between two tokenizer.json files.
 
-    It is cached until a file changes, because checks run once per candidate.
+    The result is "" without a difference. Results are cached until a modification time (in ns)
+    changes, because checks run once per candidate.
     """
     del draft_time, target_time
     if _digest(draft) == _digest(target):

@@ -16,7 +16,7 @@ from glowplug.core.plugin.slots import SLOTS
 
 @reads("outputs")
 def check_output_kinds(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse output parsers of a kind of text that the server's answers have no field for."""
+    """Refuse output parsers whose kinds of output the server's answers have no field for."""
     kept = ", ".join(
         f'{{use = "{chosen.name}"}}'
         for chosen in proposal.outputs
@@ -107,7 +107,7 @@ def check_capture(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads(*STEP_PATH)
 def check_overlap(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse overlap that the operator requests if a component waits for the device."""
+    """Refuse overlapped steps that the operator requests if a component waits for the device."""
     if not (proposal.config.scheduler.overlap and proposal.written("scheduler.overlap")):
         return  # by default the plan turns overlap off and records the reason
     for slot, chosen in proposal.step_path():
@@ -127,7 +127,7 @@ def check_overlap(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads("policy", "cache")
 def check_prefix_policy(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse a policy that orders by cached prefixes if there is no prefix cache."""
+    """Refuse a scheduling policy that orders by cached prefixes if there is no prefix cache."""
     policy = proposal.policy
     cache = proposal.cache
     if policy is None or cache is None:

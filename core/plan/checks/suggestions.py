@@ -18,9 +18,9 @@ def suggestions(proposal: Proposal, slot: str, fits: Callable[[Any], bool]) -> l
     """Return the names of components that could replace a refused one in ``slot``.
 
     Only components whose offers satisfy ``fits``, and that can run with this model, machine and
-    installed packages, are considered. Of these, the result has the ones that accept all other
-    given options and dtypes. If there are none, it has those that their own checks accept; if there
-    are none either, all.
+    installed packages, are considered. Preferred are components that accept all other given options
+    and dtypes; without any, components that their own checks accept; without any of these either,
+    the result has all that are considered.
     """
     place = BY_NAME[slot]
     registered = [found.component for found in proposal.plugins.components(slot)]
@@ -69,7 +69,7 @@ def _takes_dtypes(proposal: Proposal, slot: Slot, component: Component) -> bool:
 
 
 def _refused(proposal: Proposal, slot: Slot, component: Component) -> list[Refusal]:
-    """Return the refusals of a component's own check if it were chosen for the slot."""
+    """Return the refusals that a component's own check would yield if chosen for the slot."""
     options = _options(proposal, slot, component)
     if component.check is None or options is None:
         return []
@@ -88,9 +88,9 @@ def _refused(proposal: Proposal, slot: Slot, component: Component) -> list[Refus
 
 
 def _options(proposal: Proposal, slot: Slot, component: Component) -> Options | None:
-    """Return a component's options with those given values that it has fields for.
+    """Return a component's options, with the operator's values for the fields that it has.
 
-    Return None if it does not accept these values.
+    The result is None if the component does not accept these values.
     """
     sections = () if slot.many else proposal.config.section(slot)
     given = {
