@@ -77,7 +77,7 @@ class Group:
     bias: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the rows of x [T, ...] that belong to the group; T: the step's tokens."""
+        """Return the part of x [T, ...] for the group's tokens; T: number of the step's tokens."""
         return x[self.first : self.first + self.tokens]
 
     def pack(self, x: Tensor) -> Tensor:
@@ -333,9 +333,9 @@ def _kv_slots(batch: Batch, page_size: int, low: int, high: int, length: int) ->
 def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
     """Return the first KV slot of a single row that can be read in place, else None.
 
-    The row is in place if it has one query and its pages are contiguous and ascending. The result
-    is None if rows ``low`` to ``high - 1`` are several or not of this kind, and on a GPU: only the
-    CPU can read the batch's lengths and pages without waiting for a device.
+    Such a row has one query and pages that are contiguous and ascending. The result is None if rows
+    ``low`` to ``high - 1`` are several or the row is not such a one, and on a GPU: only the CPU can
+    read the batch's lengths and pages without waiting for a device.
     """
     if high - low > 1 or batch.query_lens[low] != 1 or not batch.page_table.is_cpu:
         return None
