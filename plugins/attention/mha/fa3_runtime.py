@@ -25,9 +25,9 @@ class _Rows:
     """Decode rows or prefill rows of a step, as FlashAttention-3 reads them.
 
     Attributes:
-        page: Tokens per page of ``table``.
+        page: Number of tokens per page of ``table``.
         table: Page table, int32 [R, P]; None if the keys are the rows' own tokens.
-        lens: Keys of each row, int32 [R].
+        lens: Number of keys of each row, int32 [R].
         starts: Prefix sums of the queries of prefill rows, int32 [R + 1].
         longest: Largest number of queries of a prefill row.
     """
@@ -42,8 +42,8 @@ class _Rows:
 class Fa3Mha(PagedMha):
     """Multi-head backend by FlashAttention-3.
 
-    Decode rows attend over the cache. So do prefill rows, unless every one of them begins its
-    sequence: then they attend over their own keys.
+    Decode rows attend over the cache. Prefill rows do the same, unless every prefill row of the
+    step begins its sequence: then each attends over its own keys.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -54,9 +54,10 @@ class Fa3Mha(PagedMha):
         self._prefilling: _Rows | None = None
 
     def reserves(self, step: DecodingRows) -> int:
-        """Return the bytes of the largest page table of decode rows.
+        """Return the bytes of the largest page table that this backend makes for decode rows.
 
-        It is the backend's function ``AttentionOffers.reserves``.
+        The same number as ``AttentionOffers.reserves``, by which the plan counts these bytes.
+        ``step``: the largest decode step.
         """
         return fa3_mha_bytes(step)
 
@@ -139,5 +140,5 @@ class Fa3Mha(PagedMha):
 
 
 def _paged(cache: Tensor, rows: _Rows) -> Tensor:
-    """View a cache [kv_slots, K, D] as [pages, page, K, D]."""
+    """Return a view of ``cache`` [kv_slots, K, D] as [pages, tokens of a page, K, D]."""
     return cache.view(-1, rows.page, *cache.shape[1:])

@@ -22,8 +22,10 @@ class HopperMha(Fa3Mha):
     """Multi-head backend that uses FlashAttention-3's or Triton's kernels, chosen for each step.
 
     Over an FP8 cache, which FlashAttention-3 does not read, all rows use the Triton kernels. Over
-    a 16-bit cache decode rows use them for trees of drafts, for a draft's own cache, whose first
-    position is empty (``Batch.first_key``), and where they were measured to be faster.
+    a 16-bit cache prefill rows use FlashAttention-3. Decode rows there use the Triton kernels in
+    three cases, otherwise FlashAttention-3: for trees of drafts; for a draft's own cache, whose
+    first position is empty (``Batch.first_key``); where the Triton kernels were measured to be
+    faster.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -22,7 +22,7 @@ class TritonMhaOptions(AttentionOptions):
 
 
 def check_triton_mha(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse heads larger than the kernels' tiles."""
+    """Refuse models with attention heads larger than the Triton kernels' tiles."""
     model = context.facts.model
     if model.kind == "mha" and model.head_dim > HEAD_DIM_MAX:
         yield Refusal(

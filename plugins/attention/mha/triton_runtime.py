@@ -18,11 +18,11 @@ from glowplug.plugins.attention.shared.mha_base import PagedMha
 
 @dataclass(frozen=True)
 class _Rows:
-    """Decode rows or prefill rows of the step.
+    """Decode rows or prefill rows of the step, as the Triton kernels read them.
 
     Attributes:
-        page_table: int32 [R, P].
-        lens: Keys of each row, int32 [R].
+        page_table: Page table of the rows, int32 [R, P].
+        lens: Number of keys of each row, int32 [R].
         first_key: First position whose cache entry holds a key.
         tile: Tiling of the decode kernel; decode rows only.
         tree: Tree mask of decode rows, int64 [R, width], or None.
@@ -40,9 +40,9 @@ class _Rows:
 
 
 class TritonMha(PagedMha):
-    """Multi-head backend whose kernels read the step's tensors directly.
+    """Multi-head backend by Triton kernels, which read the step's own tensors.
 
-    Nothing is prepared for a step, so captured graphs need no tensors of their own.
+    No other tensors are prepared for a step, so captured graphs need no tensors of their own.
     """
 
     follows = True

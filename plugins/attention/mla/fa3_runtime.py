@@ -21,13 +21,13 @@ from glowplug.plugins.attention.shared.table_bytes import fa3_mla_bytes, mla_sma
 
 @dataclass(eq=False)
 class _Decode:
-    """Decode rows of the step.
+    """Decode rows of the step, as FlashAttention-3 reads them.
 
     Attributes:
         rows: Number of rows, R.
-        page: Tokens per page of ``table``.
+        page: Number of tokens per page of ``table``.
         table: Page table, int32 [R, pages].
-        lens: Keys of each row, int32 [R].
+        lens: Number of keys of each row, int32 [R].
     """
 
     rows: int
@@ -50,9 +50,10 @@ class Fa3Mla(PagedMla):
         self._decode: _Decode | None = None
 
     def reserves(self, step: DecodingRows) -> int:
-        """Return the bytes of the largest page table of decode rows.
+        """Return the bytes of the largest page table that this backend makes for decode rows.
 
-        It is the backend's function ``AttentionOffers.reserves``.
+        The same number as ``AttentionOffers.reserves``, by which the plan counts these bytes.
+        ``step``: the largest decode step.
         """
         return fa3_mla_bytes(step)
 

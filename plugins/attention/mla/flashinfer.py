@@ -58,9 +58,10 @@ def check(context: CheckContext) -> Iterator[Refusal]:
 
 
 def reserves(step: DecodingRows) -> int:
-    """Return the bytes of FlashInfer's workspace and of the draft's page tables.
+    """Return the bytes of FlashInfer's workspace and of the page tables that draft passes need.
 
-    It is the backend's function ``AttentionOffers.reserves``.
+    The backend's offers declare this function as ``AttentionOffers.reserves``. ``step``: the
+    largest decode step.
     """
     return WORKSPACE_BYTES + shifted_bytes(step)
 

@@ -31,12 +31,12 @@ LN2 = math.log(2)
 
 @dataclass(eq=False)
 class _Wrapper:
-    """A FlashInfer wrapper, with the state of its last plan.
+    """A wrapper object of FlashInfer's MLA kernels, with the state of its last plan.
 
     Attributes:
-        made: The wrapper.
+        made: The wrapper object.
         planned: Event recorded after the copy of the last plan to the device.
-        checked: Whether the layout of the plan has been checked.
+        checked: Whether the memory layout of a plan has been checked (``check_layout``).
     """
 
     made: Any
@@ -57,10 +57,10 @@ class _Wrapper:
 
 
 class FlashInferMla(PagedMla):
-    """MLA backend that plans every step from lengths on the host, so no plan waits for the device.
+    """MLA backend by FlashInfer, which plans each step on the host without waiting for the device.
 
-    Where the host's lengths are only upper bounds, the exact lengths are then written into the plan
-    on the device.
+    A plan is made from the rows' lengths known to the host. Where these are only upper bounds, the
+    exact lengths are then written into the plan on the device.
 
     Each captured graph has its own wrapper, whose buffers the captured kernels read. Eager steps
     rotate through as many wrappers as a step makes plans, so that a plan never waits for the

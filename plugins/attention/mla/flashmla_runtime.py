@@ -23,9 +23,9 @@ class _Rows:
 
     Attributes:
         rows: Number of rows, R.
-        width: Query tokens per row.
+        width: Number of query tokens per row.
         table: Page table, int32 [R, P].
-        lens: Keys of each row, int32 [R].
+        lens: Number of keys of each row, int32 [R].
         schedule: The library's distribution of the rows over multiprocessors: its metadata and
             split counts.
     """

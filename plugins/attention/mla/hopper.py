@@ -32,9 +32,10 @@ class HopperMlaOptions(AbsorbedOptions):
 
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
-    """Return the plan's remark on the decode kernel for each number of rows.
+    """Return a note for the plan's table: the decode kernels of ``hopper_mla`` by number of rows.
 
-    If short contexts have other kernels, the remark names these too. Empty for other backends.
+    If other kernels decode short contexts, the note names these too. The list is empty if another
+    attention backend is chosen.
     """
     chosen = context.chosen.get("attention", ())
     values = context.values
@@ -61,7 +62,7 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
 
 
 def _words(line: Line) -> str:
-    """Convert a table entry to text: each kernel with the largest number of rows it decodes."""
+    """Return a table entry as text, such as "our own kernel up to 8 rows, FlashMLA beyond"."""
     *ends, (_, last) = ((most, KERNEL_NAMES[kernel]) for most, kernel in line)
     return ", ".join(
         [f"{kernel} up to {most} rows" for most, kernel in ends]

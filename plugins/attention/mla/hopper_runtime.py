@@ -21,9 +21,9 @@ from glowplug.plugins.attention.shared.table_bytes import no_bytes
 class HopperMla(FlashMla):
     """MLA backend that decodes by FlashMLA's or Triton's kernels, chosen for each step.
 
-    Decode rows use the Triton kernels over an FP8 cache, for trees of drafts, for a draft's own
-    cache, whose first position is empty (``Batch.first_key``), and where they were measured to be
-    faster.
+    Decode rows use the Triton kernels in four cases, otherwise FlashMLA: over an FP8 cache; for
+    trees of drafts; for a draft's own cache, whose first position is empty (``Batch.first_key``);
+    where the Triton kernels were measured to be faster.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -37,8 +37,8 @@ class TorchMla:
 
     Decode rows attend in latent space (absorbed). Prefill rows expand latents to per-head keys and
     values; a cached prefix longer than ``GroupLimits.keys`` is expanded in pieces, whose partial
-    states are merged. With ``absorb = false`` every row expands its whole cache and attends to all
-    of it at once.
+    states are merged. With ``absorb = false`` every row expands its whole cache and attends to the
+    whole at once.
     """
 
     mla_projected = None
@@ -200,7 +200,20 @@ def _attend_row(
     pool: Mapping[str, Tensor],
     layer: MlaLayer,
 ) -> Tensor:
-    """Store the only row's entries and attend in numpy; arguments as in ``TorchMla.mla``."""
+    """Store the new cache entries of the step's only row, and attend over its cache in numpy.
+
+    Args:
+        row: The row.
+        q_nope: As in ``AttentionBackend.mla``.
+        q_rope: As in ``AttentionBackend.mla``.
+        latent: As in ``AttentionBackend.mla``.
+        k_rope: As in ``AttentionBackend.mla``.
+        pool: The layer's cache entries ``latent`` and ``rope``.
+        layer: The layer's weights and sizes.
+
+    Returns:
+        As ``AttentionBackend.mla``.
+    """
     out = cpu_small.attend_row(
         q_nope.numpy(),
         q_rope.numpy(),
@@ -214,7 +227,7 @@ def _attend_row(
 
 
 def _sizes(plan: EnginePlan) -> tuple[int, int, int, int]:
-    """Return the nope, rope, latent and value size of a head."""
+    """Return the sizes of a key's non-rotary and rotary parts, of a latent and of a value."""
     facts = plan.facts.model
     return (
         int(facts.config.get("qk_nope_head_dim", 128)),
@@ -236,6 +249,12 @@ def _limits(plan: EnginePlan, absorb: bool) -> GroupLimits:
 
 
 def _expand(latent: Tensor, rope: Tensor, layer: MlaLayer) -> tuple[Tensor, Tensor]:
-    """Expand latent [N, C] and rope [N, P] to key [N, H, nope + P] and value [N, H, V]."""
+    """Return keys [N, H, nope + P] and values [N, H, V] from latents and rotary key parts.
+
+    Args:
+        latent: Latents, [N, C].
+        rope: Rotary key parts, [N, P].
+        layer: The layer's weights and sizes.
+    """
     k_nope, value = layer.expand(latent)
     return torch.cat((k_nope, rope.unsqueeze(1).expand(-1, layer.heads, -1)), dim=-1), value

@@ -21,13 +21,13 @@ from glowplug.plugins.attention.shared.prefill_calls import RaggedCall
 
 @dataclass(frozen=True)
 class _Rows:
-    """Decode rows of the step.
+    """Decode rows of the step, as the Triton kernels read them.
 
     Attributes:
-        page_table: int32 [R, P].
-        lens: Keys of each row, int32 [R].
+        page_table: Page table of the rows, int32 [R, P].
+        lens: Number of keys of each row, int32 [R].
         longest: Upper bound of every length that ``lens`` can ever hold.
-        width: Query tokens per row.
+        width: Number of query tokens per row.
         first_key: First position whose cache entry holds a key.
         tree: Tree mask, int64 [R, width], or None for a causal chain.
     """
@@ -41,9 +41,9 @@ class _Rows:
 
 
 class TritonMla(PagedMla):
-    """MLA backend whose decode and prefill kernels read the step's tensors directly.
+    """MLA backend by Triton kernels, which read the step's own tensors.
 
-    Nothing is prepared for a step, so captured graphs need no tensors of their own.
+    No other tensors are prepared for a step, so captured graphs need no tensors of their own.
     """
 
     follows = True
@@ -110,13 +110,14 @@ class TritonMla(PagedMla):
     def _tiled_rows(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, merge_in_values: bool = False
     ) -> tuple[_Rows, MlaTiling]:
-        """Return the step's rows and the tiling of their keys.
+        """Return the step's decode rows, and the tiling by which the kernel divides their keys.
 
         Args:
             query: Absorbed query, [n, H, lora + rope].
             kv: The layer's cache.
             layer: The layer's sizes.
-            merge_in_values: Allow KV splits whose partial results the value projection merges.
+            merge_in_values: Allow a tiling with KV splits whose partial results are merged in the
+                kernel that multiplies by W_UV.
         """
         rows = self._rows
         assert rows is not None
@@ -137,10 +138,10 @@ class TritonMla(PagedMla):
     def _call(
         self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
     ) -> Tensor:
-        """Run one call's attention into ``out`` and return its log-sum-exp.
+        """Compute the attention of one call into ``out`` and return its log-sum-exp.
 
-        Differs from the base class in that the rotary key part, shared by all heads, is read in
-        place.
+        Arguments and result as in ``PagedMla._call``. Unlike there, the rotary key part, which all
+        heads share, is not copied into each head's keys.
         """
         keys = (
             own if call.kv_slots is None else self._kernels.gather(kv, call.kv_slots, query.dtype)

@@ -49,7 +49,7 @@ class AbsorbedOptions(AttentionOptions):
 
 
 def keeps_blocks(context: CheckContext) -> bool:
-    """Return whether the quantization keeps weights in stored FP8 blocks on this device."""
+    """Return whether the chosen quantization keeps weights as FP8 blocks on the plan's device."""
     return any(
         isinstance(one.offers, QuantizationOffers)
         and isinstance(one.options, QuantizationOptions)
@@ -60,12 +60,14 @@ def keeps_blocks(context: CheckContext) -> bool:
 
 
 def stored_is_faster(option: str, heads: int, tokens: int) -> tuple[bool, bool]:
-    """Return whether the GEMMs of W_UK and of W_UV should read stored blocks, if there are any.
+    """Return whether W_UK's GEMM should read stored FP8 blocks, and whether W_UV's should.
+
+    The answers hold for layers that keep such blocks.
 
     Args:
-        option: The option ``absorbed``.
-        heads: Heads of this rank.
-        tokens: Decode tokens of the step.
+        option: Value of the option ``absorbed``: "auto", "bf16" or "fp8".
+        heads: Number of heads on this rank.
+        tokens: Number of decode tokens of the step.
     """
     if option == "bf16" or not 0 < tokens <= STORED_TOKENS_MAX:
         return False, False

@@ -1,6 +1,7 @@
 """Tables of the decode kernel measured fastest on one H200 in bf16.
 
-The keys are the queries that share a row's keys and the rows of a step. In latent attention a row's
+The tables are indexed by the number of queries that share a row's keys, and by the number of rows
+of a step. In latent attention a row's
 queries are its tokens times the heads of a rank; in multi-head attention, its tokens times the
 heads that share one key head. The measured microseconds per layer are in ``docs/benchmarks``. A
 captured graph fixes the rows of its steps but not their lengths; all that is known of the lengths
@@ -51,28 +52,34 @@ FASTEST_MHA: dict[int, Line] = {
 
 
 def fastest(queries: int, rows: int, longest: float = math.inf, width: int = 1) -> str:
-    """Return the fastest kernel for ``rows`` decode rows, by the nearest measured entry.
+    """Return the fastest kernel for decode rows, "triton" or "flashmla", as measured.
+
+    The table entry measured for the nearest number of queries is used.
 
     Args:
-        queries: Queries of a row (tokens times heads of the rank).
-        rows: Decode rows of the step.
-        longest: Keys of the longest row that can occur.
-        width: Tokens of a row.
+        queries: Number of queries of a row (tokens times heads of the rank).
+        rows: Number of decode rows of the step.
+        longest: Number of keys of the longest row that can occur.
+        width: Number of tokens of a row.
     """
     return _kernel_for(nearest_entry(queries, longest, width), rows)
 
 
 def nearest_entry(queries: int, longest: float, width: int) -> Line:
-    """Return the table entry nearest to ``queries``; arguments as in :func:`fastest`."""
+    """Return the table entry for the number of queries nearest to ``queries``.
+
+    Arguments as in :func:`fastest`.
+    """
     return _nearest(
         FASTEST | FASTEST_SHORT if longest <= SHORT_KEYS_MAX and width == 1 else FASTEST, queries
     )
 
 
 def short_rows(heads: int) -> range:
-    """Return the row counts for which short contexts have a faster decode kernel.
+    """Return the row counts for which another kernel than usual is faster over short contexts.
 
-    The kernel is faster if each row has one token and no row is longer than SHORT_KEYS_MAX keys.
+    Short: each row has one token, and no row is longer than SHORT_KEYS_MAX keys. ``heads``: number
+    of heads on a rank.
     """
     if heads > FEW_HEADS_MAX:
         most, kernel = nearest_entry(heads, SHORT_KEYS_MAX, 1)[0]
@@ -81,7 +88,10 @@ def short_rows(heads: int) -> range:
 
 
 def fastest_mha(queries: int, rows: int) -> str:
-    """Return the fastest multi-head kernel for ``rows`` rows, ``queries`` queries per key head."""
+    """Return the fastest multi-head kernel for ``rows`` decode rows, as measured.
+
+    ``queries``: number of queries of a row for each key head.
+    """
     return _kernel_for(_nearest(FASTEST_MHA, queries), rows)
 
 

@@ -49,9 +49,11 @@ def shrink(wrapper: Any) -> None:
 
 
 class Works:
-    """The work items of a wrapper's last plan, as lists int32 [work items].
+    """The work items of a wrapper's last plan.
 
-    ``host`` returns a list in pinned memory, ``there`` the same list on the device.
+    ``host(field)`` returns one plan field as numbers in pinned memory, int32 [work items], and
+    ``there(field)`` the same field on the device. ``field``: a constant of this module such as
+    ``KEY_END``.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -74,12 +76,12 @@ class Works:
 
 
 def set_lengths(wrapper: Any, lens: Tensor, width: int) -> None:
-    """Set the key counts of the planned rows on the device.
+    """Overwrite the key counts of the rows in a wrapper's plan on the device.
 
     Args:
         wrapper: The FlashInfer wrapper, already planned.
-        lens: Keys of each row, int32 [R] on the device; at most the planned bounds.
-        width: Queries per row.
+        lens: Number of keys of each row, int32 [R] on the device; at most the planned bounds.
+        width: Number of queries per row.
     """
     works = Works(wrapper)
     rows = works.there(QUERY_START)
@@ -92,12 +94,14 @@ def set_lengths(wrapper: Any, lens: Tensor, width: int) -> None:
 
 
 def check_layout(wrapper: Any, bounds: NDArray[np.int32], width: int) -> None:
-    """Check that the host's work items hold the planned values at the expected places.
+    """Check that this FlashInfer lays out a plan as this module expects.
+
+    The work items on the host must hold the planned lengths at the expected places.
 
     Args:
         wrapper: The FlashInfer wrapper, already planned.
-        bounds: Planned keys of each row, [R].
-        width: Queries per row.
+        bounds: Planned number of keys of each row, [R].
+        width: Number of queries per row.
 
     Raises:
         RuntimeError: The installed FlashInfer lays out its plans differently.

@@ -19,7 +19,7 @@ VALUE = 128  #: value size of a head in DeepSeek-V2 and V3
 
 
 def check_sizes(name: str) -> Check:
-    """Return a check that refuses head sizes other than DeepSeek's.
+    """Return a check that refuses head sizes other than those of DeepSeek-V2 and V3.
 
     The library's kernels are compiled for these sizes only. ``name``: name of the attention
     backend, for the refusal.
@@ -50,9 +50,9 @@ def check_sizes(name: str) -> Check:
 
 
 def check_kv_is_compute(name: str) -> Check:
-    """Return a check that refuses other head sizes and some dtypes of the KV cache.
+    """Return a check that refuses unsupported head sizes and dtypes of the KV cache.
 
-    The head sizes are those of :func:`check_sizes`; a 16-bit KV cache must have the compute dtype.
+    Head sizes are checked as by :func:`check_sizes`; a 16-bit KV cache must have the compute dtype.
     ``name``: name of the attention backend, for the refusals.
     """
     sizes = check_sizes(name)

@@ -9,12 +9,12 @@ from glowplug.core.plan.plan import EnginePlan
 
 
 def local_kv_heads(plan: EnginePlan) -> int:
-    """Return the number of key heads on a rank."""
+    """Return the number of key heads that each rank stores in its KV cache."""
     return local_heads(plan.facts.model.num_kv_heads, axis_size("attn_tp", plan.mesh))
 
 
 def kv_layout(plan: EnginePlan, entries: KVEntries) -> KVLayout:
-    """Return a rank's KV layout: the model's layers, then the draft's.
+    """Return a rank's KV layout, for the model's layers followed by those of the draft.
 
     Args:
         plan: the plan.
@@ -29,9 +29,9 @@ def kv_layout(plan: EnginePlan, entries: KVEntries) -> KVLayout:
 
 
 def parted_latent_entries(model: ModelFacts, dtype: str, heads: int) -> tuple[KVEntry, ...]:
-    """Return the KV entries ``latent`` and ``rope`` of a layer.
+    """Return a layer's KV entries for a cache that keeps ``latent`` and ``rope`` apart.
 
-    All heads share them, so ``heads`` has no effect.
+    All heads share these entries, so ``heads`` has no effect.
     """
     return (
         KVEntry("latent", (model.kv_lora_rank,), dtype),

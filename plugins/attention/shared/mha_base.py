@@ -53,20 +53,20 @@ class PagedMha:
     def plan_decode(self, batch: Batch, graph: object | None, rows: int, width: int) -> None:
         """Prepare ``decode`` for the first ``rows`` rows of ``width`` tokens each.
 
-        Part of ``plan_step``, called only when the step has decode rows. If ``graph`` is given, the
-        tensors prepared for captured kernels belong to that graph.
+        Part of ``plan_step``, called only when the step has decode rows. If ``graph``, the key of a
+        captured graph, is given, the tensors prepared for captured kernels belong to that graph.
         """
         raise NotImplementedError
 
     def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
-        """Attend from the decode rows over the layer's cache.
+        """Compute the attention of the decode rows over the layer's cache.
 
         A row's last query sees all keys of the row; each query before it sees one key less.
 
         Args:
-            query: [n, H, D].
+            query: Queries of the decode tokens, [n, H, D].
             kv: The layer's cache entries ``k`` and ``v``.
-            scale: Factor of the scores.
+            scale: Factor by which the scores are multiplied.
 
         Returns:
             [n, H, D].
@@ -76,22 +76,22 @@ class PagedMha:
     def plan_prefill(self, batch: Batch, first: int) -> None:
         """Prepare ``prefill`` for the rows from index ``first`` on.
 
-        Called only when the step has prefill rows.
+        Part of ``plan_step``, called only when the step has prefill rows.
         """
         raise NotImplementedError
 
     def prefill(
         self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float
     ) -> Tensor:
-        """Attend from the prefill rows.
+        """Compute the attention of the prefill rows.
 
         Args:
-            query: [m, H, D].
+            query: Queries of the prefill tokens, [m, H, D].
             k: Keys of the same tokens, [m, K, D].
             v: Values of the same tokens, [m, K, D].
             kv: The layer's cache entries ``k`` and ``v``, which already hold the same keys and
                 values.
-            scale: Factor of the scores.
+            scale: Factor by which the scores are multiplied.
 
         Returns:
             [m, H, D].

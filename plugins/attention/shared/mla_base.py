@@ -38,8 +38,8 @@ class _Step:
 
     Attributes:
         kv_slots: int64 [T], the slot mapping: KV slots of the step's tokens.
-        decode: Number of decode tokens, which come first.
-        ragged: Prefill rows and their calls.
+        decode: Number of decode tokens, which precede the prefill tokens.
+        ragged: Groups of prefill rows and their calls of ragged attention.
     """
 
     kv_slots: Tensor
@@ -56,8 +56,8 @@ class PagedMla:
     Attributes:
         follows: Whether the kernels of ``decode`` wait for the preceding kernels themselves (PDL,
             ``kernels/launch/dependent_launch.py``), so that the first one may start before the
-            prologue ends, and the kernels after them before they end. NOTE: False for FlashMLA:
-            its kernels may start early as well, but read queries before they wait.
+            prologue ends, and the kernels after ``decode`` before ``decode`` ends. NOTE: False for
+            FlashMLA: its kernels may start early as well, but read queries before they wait.
     """
 
     follows = False
@@ -85,19 +85,19 @@ class PagedMla:
     ) -> None:
         """Prepare ``decode`` for ``rows`` rows from index ``first`` on, ``width`` tokens each.
 
-        Part of ``plan_step``, called only when there are such rows. If ``graph`` is given, the
-        tensors prepared for captured kernels belong to that graph.
+        Part of ``plan_step``, called only when the step has such rows. If ``graph``, the key of a
+        captured graph, is given, the tensors prepared for captured kernels belong to that graph.
         """
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
-        """Attend from absorbed queries over the latent cache.
+        """Compute the attention of absorbed queries over the latent cache.
 
         A row's last query sees all keys of the row; each query before it sees one key less.
 
         Args:
             query: Absorbed query, [n, H, lora + rope].
             kv: The layer's cache, [kv_slots, lora + rope].
-            scale: Factor of the scores.
+            scale: Factor by which the scores are multiplied.
             layer: The layer's weights and sizes.
 
         Returns:
@@ -108,7 +108,7 @@ class PagedMla:
     def decode_values(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor
     ) -> None:
-        """Run ``decode`` and then W_UV's GEMM into out [n, H, v_dim].
+        """Run ``decode`` and multiply its result by W_UV into out [n, H, v_dim].
 
         Args:
             query: Absorbed query, [n, H, lora + rope].
@@ -121,14 +121,15 @@ class PagedMla:
         self._kernels.project(latent, layer.w_uv, out, self.follows, stored)
 
     def plan_prefill(self, ragged: list[RaggedRows]) -> None:
-        """Prepare ``attend_ragged`` for every call of the step."""
+        """Prepare ``attend_ragged`` for all calls of the step's prefill rows, ``ragged``."""
 
     def attend_ragged(
         self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor
     ) -> Tensor:
-        """Run one planned call: ``prefill``, unless a subclass's library plans its calls itself.
+        """Compute one planned call of ragged attention, here by :meth:`prefill`.
 
-        Arguments and result as in :meth:`prefill`; ``call`` has the rows.
+        A subclass whose library plans its calls itself overrides this method. Arguments and result
+        as in :meth:`prefill`; ``call`` has the lengths of the rows and the mask.
         """
         return self.prefill(
             q, k, v, call.q_starts, call.k_starts, call.max_q, call.max_k, scale, call.causal, out
@@ -147,19 +148,19 @@ class PagedMla:
         causal: bool,
         out: Tensor,
     ) -> Tensor:
-        """Run ragged multi-head attention.
+        """Compute multi-head attention of rows of different lengths (ragged), whose tokens adjoin.
 
         q, k and v may be strided in all dimensions but the last.
 
         Args:
-            q: [n, H, nope + rope].
-            k: [m, H, nope + rope].
-            v: [m, H, v_dim].
+            q: Queries, [n, H, nope + rope].
+            k: Keys, [m, H, nope + rope].
+            v: Values, [m, H, v_dim].
             q_starts: Prefix sums of the rows' queries, int32 [rows + 1] on the device.
             k_starts: Prefix sums of the rows' keys, int32 [rows + 1] on the device.
-            max_q: Queries of the longest row.
-            max_k: Keys of the longest row.
-            scale: Factor of the scores.
+            max_q: Largest number of queries of a row.
+            max_k: Largest number of keys of a row.
+            scale: Factor by which the scores are multiplied.
             causal: Whether a row's last query sees all keys and each query before it one key less.
             out: Written, [n, H, v_dim].
 
@@ -245,7 +246,7 @@ class PagedMla:
         return self._step
 
     def _attend(self, absorbed: Tensor, query: Tensor, own: Tensor, layer: MlaLayer) -> Tensor:
-        """Attend from the decode tokens and then from the prefill tokens.
+        """Compute the attention of the decode tokens and then of the prefill tokens.
 
         Args:
             absorbed: Absorbed queries of the decode tokens, [n, H, lora + rope].
@@ -271,9 +272,10 @@ class PagedMla:
         return out.view(-1, layer.heads * layer.v_dim)
 
     def _stored(self, layer: MlaLayer, tokens: int) -> tuple[Blocks | None, Blocks | None]:
-        """Return W_UK [H, N, C] and W_UV [H, C, V] as stored FP8 blocks.
+        """Return W_UK [H, N, C] and W_UV [H, C, V] as stored FP8 blocks, or None for each.
 
-        None for each weight whose stored blocks should not be read with ``tokens`` decode tokens.
+        A weight is None if the layer keeps no FP8 blocks, or if 16-bit weights should be read in a
+        step with ``tokens`` decode tokens.
         """
         if layer.kv_stored is None:
             return None, None
@@ -290,11 +292,11 @@ class PagedMla:
     def _ragged(
         self, rows: RaggedRows, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
     ) -> None:
-        """Attend from one group of prefill rows and merge the states of its calls.
+        """Compute the attention of one group of prefill rows, merging the results of its calls.
 
         Args:
             rows: The rows and their calls.
-            query: [n, H, nope + rope].
+            query: Queries of the rows, [n, H, nope + rope].
             own: Cache entries of the same tokens, [n, lora + rope].
             kv: The layer's cache.
             layer: The layer's weights and sizes.
@@ -312,9 +314,9 @@ class PagedMla:
     def _call(
         self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
     ) -> Tensor:
-        """Run one call's attention into ``out`` and return its log-sum-exp.
+        """Compute the attention of one call into ``out`` and return its log-sum-exp.
 
-        Arguments as in :meth:`_ragged`.
+        Arguments as in :meth:`_ragged`; the result is that of :meth:`prefill`.
         """
         keys = (
             own if call.kv_slots is None else self._kernels.gather(kv, call.kv_slots, query.dtype)
@@ -326,9 +328,10 @@ class PagedMla:
 def _kernels(
     device: torch.device,
 ) -> tuple[Any, Expand, Callable[[Tensor, Tensor, Tensor, Tensor], None]]:
-    """Return the kernel module, ``expand`` and ``merge_into``: in Triton on a GPU, else in torch.
+    """Return a module of kernels and the functions ``expand`` and ``merge_into`` for ``device``.
 
-    The module has ``prologue``, ``absorb``, ``project``, ``store`` and ``gather``.
+    They are in Triton on a GPU, otherwise in torch. The module has ``prologue``, ``absorb``,
+    ``project``, ``store`` and ``gather``.
     """
     if device.type == "cuda":
         from glowplug.kernels.mla import expand as mla_expand, prologue as mla_prologue

@@ -11,12 +11,12 @@ from glowplug.core.protocols import Limits
 
 
 class GraphBuffers:
-    """Persistent device buffers, small ones per captured graph and one shared page table.
+    """Persistent device buffers: small ones for each captured graph, one page table shared by all.
 
-    Small tensors belong to the captured graph for which they were created. Page tables over smaller
-    pages are large when contexts are long, so all of them share one buffer. Sharing is safe because
-    each step and each draft pass is planned and then run before the next one is planned
-    (``AttentionBackend.plan_step``), on one stream.
+    Small tensors belong to the captured graph for which they were created. Page tables rewritten
+    for smaller pages are large when contexts are long, so all of them share one buffer. Sharing is
+    safe because each step and each draft pass is planned and then run before the next one is
+    planned (``AttentionBackend.plan_step``), on one stream.
     """
 
     def __init__(self) -> None:
@@ -25,20 +25,20 @@ class GraphBuffers:
         self._own: dict[object, Tensor] = {}
 
     def reserve(self, size: int, device: torch.device) -> None:
-        """Reserve ``size`` bytes for page tables.
+        """Make the shared page-table buffer at least ``size`` bytes large.
 
-        The buffer keeps its address as long as it is large enough.
+        A buffer that is large enough already is kept, at its address.
         """
         if size > self._room.nbytes:
             self._room = torch.empty(-(-size // NUMBER_BYTES), dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Size of the buffers held for page tables, in bytes."""
+        """Size of all buffers held for page tables, shared or of one graph, in bytes."""
         return self._room.nbytes + sum(own.nbytes for own in self._own.values())
 
     def keep(self, graph: object | None, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return persistent copies of ``made`` for a captured graph.
+        """Return the tensors ``made``, copied into persistent memory for a captured graph.
 
         Args:
             graph: Key of the captured graph; None: the step is eager.
@@ -59,17 +59,17 @@ class GraphBuffers:
     def shifted(
         self, graph: object | None, table: Tensor, lens: Tensor, first: int, page_size: int
     ) -> tuple[Tensor, Tensor]:
-        """Return a table of one-token pages that starts at position ``first``.
+        """Return a page table of one-token pages from position ``first`` on, and its row lengths.
 
-        It is for caches whose first positions are empty, and kernels that read every position of
-        a page. The result is valid until the next table is made.
+        Kernels that cannot skip positions use this table for caches whose positions before
+        ``first`` are empty. The result is valid until the next table is made.
 
         Args:
             graph: Key of the captured graph; None: the step is eager.
             table: Page table, int32 [R, P].
-            lens: Row lengths, int32 [R].
+            lens: Row lengths in tokens, int32 [R].
             first: First position that holds an entry.
-            page_size: Tokens per page of ``table``.
+            page_size: Number of tokens per page of ``table``.
 
         Returns:
             KV slots int32 [R, P * page_size - first] and row lengths counted from ``first``, int32
@@ -89,14 +89,14 @@ class GraphBuffers:
         return kv_slots, behind.clamp_(min=0)
 
     def small_pages(self, graph: object | None, table: Tensor, split: int) -> Tensor:
-        """Return the page table of the same cache in smaller pages.
+        """Return ``table`` rewritten for the same cache divided into smaller pages.
 
         The result is valid until the next table is made.
 
         Args:
             graph: Key of the captured graph; None: the step is eager.
             table: Page table, int32 [R, P].
-            split: Smaller pages per page of ``table``.
+            split: Number of smaller pages per page of ``table``.
 
         Returns:
             int32 [R, P * split].
@@ -110,10 +110,10 @@ class GraphBuffers:
         return place.view(table.shape[0], -1)
 
     def _place(self, graph: object | None, count: int, device: torch.device) -> Tensor:
-        """Return an int32 [count] buffer for a page table.
+        """Return an int32 [count] buffer in which to write a page table.
 
-        The shared buffer is used if it is large enough; otherwise the graph's own buffer, or a new
-        one in an eager step.
+        This is the shared buffer if it is large enough; otherwise the own buffer of ``graph``, or a
+        new one in an eager step (``graph`` is None).
         """
         if count <= len(self._room):
             return self._room[:count]
@@ -125,7 +125,7 @@ class GraphBuffers:
 
 
 def decoding_rows(limits: Limits, plan: EnginePlan, heads: int) -> DecodingRows:
-    """Return the largest decode step within ``limits``, for ``heads`` heads on this rank."""
+    """Return the largest decode step within ``limits``, with ``heads`` heads on this rank."""
     sizes = plan.sizes
     return DecodingRows(
         limits.rows, limits.context, sizes.page_size, sizes.width, heads, sizes.draft_layers > 0

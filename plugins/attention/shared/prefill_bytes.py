@@ -14,26 +14,27 @@ def most_keys(heads: int, key: int, value: int, element: int) -> int:
     """Return the largest number of cached keys that one latent-attention call expands.
 
     Args:
-        heads: Heads of the model, over all ranks.
-        key: Elements of a head's key.
-        value: Elements of a head's value.
+        heads: Number of heads of the model, over all ranks.
+        key: Number of elements of a head's key.
+        value: Number of elements of a head's value.
         element: Bytes of an element.
     """
     return max(256, EXPANDED_BYTES // (heads * _expanded(key, value) * element))
 
 
 def _expanded(key: int, value: int) -> int:
-    """Return the number of elements of a head's key and value in memory.
+    """Return the number of elements that a head's key and value take once expanded from a latent.
 
-    Both are padded to the same width, see ``kernels.mla.expand``.
+    Key and value are padded to the same width, see ``kernels.mla.expand``.
     """
     return 2 * max(key, value)
 
 
 def mla_bytes(step: AttentionStep) -> int:
-    """Return the peak bytes of latent attention in the prefill ``step`` (``PagedMla._ragged``).
+    """Return the peak bytes of latent attention in the prefill ``step``, beside its queries.
 
-    This is the sum of the output, the tokens' own cache entries and the memory of the largest call.
+    They are the sum of the output, the tokens' own cache entries and the memory of the largest
+    call (``PagedMla._ragged``).
     """
     entry = step.entry * step.element
     expanded = step.heads * _expanded(step.key, step.value) * step.element
@@ -55,8 +56,8 @@ def mla_bytes(step: AttentionStep) -> int:
 
 
 def mha_bytes(step: AttentionStep) -> int:
-    """Return the bytes of the attention output of a prefill step.
+    """Return the bytes of multi-head attention in the prefill ``step``: those of its output.
 
-    Keys and values take none: they are read directly from the cache.
+    Keys and values need no memory here: they are read directly from the cache.
     """
     return step.tokens * step.heads * step.value * step.element

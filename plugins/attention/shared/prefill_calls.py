@@ -27,13 +27,13 @@ class RaggedCall:
     Attributes:
         q_starts: int32 [R + 1] on the device, prefix sums of the rows' queries.
         k_starts: int32 [R + 1] on the device, prefix sums of the rows' keys.
-        max_q: Queries of the longest row.
-        max_k: Keys of the longest row.
+        max_q: Largest number of queries of a row.
+        max_k: Largest number of keys of a row.
         causal: True if a row's last query sees all keys of the row and each query before it one key
             less; False if every query sees all keys.
         kv_slots: int32 [K] KV slots of the keys; None if the keys are the rows' own tokens.
-        q_lens: Queries of each row, on the host.
-        k_lens: Keys of each row, on the host.
+        q_lens: Number of queries of each row, on the host.
+        k_lens: Number of keys of each row, on the host.
     """
 
     q_starts: Tensor
@@ -50,8 +50,8 @@ class RaggedCall:
 class RaggedRows:
     """Neighbouring prefill rows and their calls of ragged attention.
 
-    The rows are ``tokens`` tokens of the step from index ``first`` on. The calls attend over
-    disjoint sets of keys; the states of several calls are merged.
+    The rows have ``tokens`` tokens of the step, from index ``first`` on. Each of several calls
+    covers a part of the rows' keys; the results of the calls are merged.
     """
 
     first: int
@@ -61,7 +61,7 @@ class RaggedRows:
 
 @dataclass(frozen=True)
 class _Keys:
-    """A call whose indices are still on the host.
+    """A planned call of ragged attention whose indices are not on the device yet.
 
     ``kv_slots`` is None if the keys are the rows' own tokens.
     """
@@ -73,12 +73,12 @@ class _Keys:
 
 
 def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows]:
-    """Return the prefill rows of ``batch`` in token order, grouped into calls.
+    """Return the prefill rows of ``batch`` in token order, in groups with their attention calls.
 
     A call reads at most ``most_keys`` keys from the cache. Rows without a cached prefix attend over
     the keys of their own tokens and do not read the cache. Other rows read all their keys from the
-    cache in one call, if their keys fit into it. A row that has too many keys for one call is
-    handled alone: its own tokens causally in one call, and its prefix in several.
+    cache in one call that several rows may share. A row that has too many keys for one call is
+    a group of its own: one causal call for its own tokens, and several for its prefix.
     """
     starts = np.zeros(batch.num_rows + 1, np.int64)
     np.cumsum(batch.query_lens, out=starts[1:])
@@ -102,7 +102,7 @@ def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows
 
 
 def _runs(batch: Batch, most_keys: int) -> Iterator[tuple[int, int, str]]:
-    """Yield (first row, last row + 1, kind) of the prefill rows that a call attends from.
+    """Yield (first row, last row + 1, kind) for each group of prefill rows.
 
     The kind is "own" if the rows attend over their own tokens, "cached" if they read all keys from
     the cache, and "long" for a single row with more than ``most_keys`` keys.
@@ -165,7 +165,7 @@ def _long(batch: Batch, page_size: int, most_keys: int, row: int) -> list[_Keys]
 
 
 def _kv_slots(batch: Batch, page_size: int, row: int, begin: int, end: int) -> Ints:
-    """Return the KV slots of positions ``begin`` to ``end`` of a row."""
+    """Return the KV slots of positions ``begin`` to ``end - 1`` of row ``row``."""
     first = begin // page_size
     pages = batch.pages[row, first : -(-end // page_size)]
     within: Ints = np.arange(page_size, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Sizes of page tables over smaller pages, which some kernels read instead of the batch's table.
+"""Sizes of page tables for smaller pages, which some kernels read instead of the batch's table.
 
 Both the byte budget and the backends' ``reserve`` use these functions. This module imports no
 torch.
@@ -17,11 +17,13 @@ SMALL_PAGE = 64
 
 
 def mla_small_pages(page_size: int, queries: int) -> int:
-    """Return the number of smaller pages that replace a page for FlashAttention-3 over latents.
+    """Return into how many smaller pages each page is divided for FlashAttention-3 over latents.
+
+    The result is 1 if pages stay as they are.
 
     Args:
-        page_size: Tokens of a page.
-        queries: Queries of a row (tokens times heads).
+        page_size: Number of tokens of a page.
+        queries: Number of queries of a row (tokens times heads).
     """
     return (
         2 * page_size // FA3_TILE_KEYS
@@ -31,20 +33,23 @@ def mla_small_pages(page_size: int, queries: int) -> int:
 
 
 def mha_small_pages(page_size: int) -> int:
-    """Return the number of smaller pages that replace each page for multi-head FlashAttention-3.
+    """Return into how many smaller pages each page is divided for multi-head FlashAttention-3.
 
-    ``page_size``: tokens of a page.
+    The result is 1 if pages stay as they are. ``page_size``: number of tokens of a page.
     """
     return page_size // SMALL_PAGE if page_size > SMALL_PAGE and page_size % SMALL_PAGE == 0 else 1
 
 
 def shifted_bytes(step: DecodingRows) -> int:
-    """Return the bytes of a draft's one-token pages and row lengths (``GraphBuffers.shifted``)."""
+    """Return the bytes of the page table and row lengths of draft passes; 0 without drafts.
+
+    The table has one-token pages (``GraphBuffers.shifted``).
+    """
     return step.rows * step.columns * step.page_size * NUMBER_BYTES if step.drafts else 0
 
 
 def fa3_mla_bytes(step: DecodingRows) -> int:
-    """Return the bytes of the largest page table of ``fa3_mla``."""
+    """Return the bytes of the largest page table that the backend ``fa3_mla`` makes."""
     return max(
         shifted_bytes(step),
         _small_pages_bytes(step, mla_small_pages(step.page_size, step.width * step.heads)),
@@ -52,12 +57,12 @@ def fa3_mla_bytes(step: DecodingRows) -> int:
 
 
 def fa3_mha_bytes(step: DecodingRows) -> int:
-    """Return the bytes of the largest page table of ``fa3_mha``."""
+    """Return the bytes of the largest page table that the backend ``fa3_mha`` makes."""
     return max(shifted_bytes(step), hopper_mha_bytes(step))
 
 
 def hopper_mha_bytes(step: DecodingRows) -> int:
-    """Return the bytes of the largest page table of ``hopper_mha``.
+    """Return the bytes of the largest page table that the backend ``hopper_mha`` makes.
 
     Draft rows need no table of their own: their kernels read the batch's table.
     """

@@ -21,12 +21,14 @@ from glowplug.core.step.batch import Batch
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """Limits of one group.
+    """Limits on the size of one group of rows, and two choices for prefill rows.
 
     Attributes:
-        decode_keys: Gathered keys (rows x length) of decode rows; a single row may exceed it.
-        keys: Gathered keys of prefill rows; a single row may exceed it unless ``split`` is set.
-        queries: Padded queries of prefill rows.
+        decode_keys: Largest number of gathered keys (rows x length) of decode rows; a single row
+            may exceed it.
+        keys: Largest number of gathered keys of prefill rows; a single row may exceed it unless
+            ``split`` is set.
+        queries: Largest number of padded queries of prefill rows.
         own: Whether a chunk that begins its sequence attends over its own tensors, without reading
             the cache.
         split: Whether a row with more than ``keys`` keys becomes a :class:`LongRow`, which reads
@@ -42,14 +44,14 @@ class GroupLimits:
 
 @dataclass(eq=False)
 class Group:
-    """Neighbouring rows that attend together: tokens ``first`` to ``first + tokens`` of the step.
+    """Neighbouring rows of a step whose attention is computed together, padded to equal lengths.
 
     Attributes:
         first: Index of the group's first token in the step.
-        tokens: Tokens of the group.
-        rows: R, rows of the group.
-        width: W, padded queries per row.
-        length: L, padded keys per row.
+        tokens: Number of tokens of the group.
+        rows: R, the number of rows of the group.
+        width: W, the number of queries per row, padding included.
+        length: L, the number of keys per row, padding included.
         decode: Whether the rows are decode rows, for which absorption pays.
         pad: int64 [R * W], the group's token for each padded query; None without padding.
         unpad: int64 [tokens], the padded query of each token; None without padding.
@@ -75,22 +77,22 @@ class Group:
     bias: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the group's tokens of x [T, ...]."""
+        """Return the part of x [T, ...] for the group's tokens; T: number of the step's tokens."""
         return x[self.first : self.first + self.tokens]
 
     def pack(self, x: Tensor) -> Tensor:
-        """Pad x [tokens, ...] to [R, W, ...]."""
+        """Return x [tokens, ...], a tensor of the group's tokens, padded to [R, W, ...]."""
         if self.pad is not None:
             x = x.index_select(0, self.pad)
         return x.view(self.rows, self.width, *x.shape[1:])
 
     def unpack(self, y: Tensor) -> Tensor:
-        """Remove the padding of y [R, W, ...]: [tokens, ...]."""
+        """Return y [R, W, ...] without its padding, as [tokens, ...]."""
         y = y.reshape(self.rows * self.width, *y.shape[2:])
         return y if self.unpad is None else y.index_select(0, self.unpad)
 
     def gather(self, pool: Tensor) -> Tensor:
-        """Gather the group's keys from pool [kv_slots, ...]: [R, L, ...]."""
+        """Return the cache entries of the group's keys, [R, L, ...], from pool [kv_slots, ...]."""
         if self.span is not None:
             return pool[self.span : self.span + self.length].unsqueeze(0)
         assert self.kv_slots is not None
@@ -101,11 +103,11 @@ class Group:
 class LongRow:
     """One prefill row over a long cached prefix.
 
-    Its chunk attends causally, and to the prefix piece by piece.
+    The row's tokens of this step attend to one another causally, and to the prefix piece by piece.
 
     Attributes:
         first: Index of the row's first token in the step.
-        tokens: Tokens of the row.
+        tokens: Number of tokens of the row in the step.
         pieces: int64 KV slots of each piece of the prefix.
     """
 
@@ -137,7 +139,12 @@ class HostRow:
     pages: NDArray[np.int32] | slice
 
     def exchange(self, pool: Tensor, value: Tensor) -> NDArray[np.float32]:
-        """Write value [W, N] into pool [kv_slots, N] and return the row's keys [L, N]."""
+        """Store the row's new entries and return the entries of all its keys, [L, N].
+
+        Args:
+            pool: Cache tensor, [kv_slots, N].
+            value: New entries, [W, N].
+        """
         stored: NDArray[np.float32] = pool.numpy()
         stored[self.kv_slots] = value.numpy()
         size = stored.shape[1]
@@ -147,9 +154,9 @@ class HostRow:
 
 
 def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow | None:
-    """Return the step as a :class:`HostRow`, if it is a single decode row on the CPU.
+    """Return the step as a :class:`HostRow` if it is a single decode row on the CPU, else None.
 
-    The result is None for other steps, and for more than ``queries`` queries or ``keys`` keys.
+    The result is None also for a row with more than ``queries`` queries or ``keys`` keys.
     """
     if (
         not batch.num_decodes == batch.num_rows == 1
@@ -172,10 +179,11 @@ def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow |
 
 
 def store(pool: Tensor, kv_slots: Tensor | None, value: Tensor) -> Tensor:
-    """Write value [T, ...] into the cache.
+    """Write value [T, ...] into ``pool``, a tensor of the cache, at the step's ``kv_slots`` [T].
 
     Returns:
-        The values rounded to the cache's dtype, as a later read returns them, in ``value``'s dtype.
+        The values rounded to the cache's dtype, as a later read of the cache has them, in the dtype
+        of ``value``.
     """
     assert kv_slots is not None, "plan_step must be called first"
     stored = value.to(pool.dtype)
@@ -190,14 +198,14 @@ def plan_groups(
     decode_bias: torch.dtype,
     prefill_bias: torch.dtype,
 ) -> list[Group | LongRow]:
-    """Return the groups of the step in token order.
+    """Return the step's rows divided into groups, in token order.
 
     Args:
         batch: The step.
         page_size: Tokens per page.
         limits: Limits of one group.
-        decode_bias: Dtype of the biases of decode rows.
-        prefill_bias: Dtype of the biases of prefill rows.
+        decode_bias: Dtype of ``Group.bias`` of decode rows.
+        prefill_bias: Dtype of ``Group.bias`` of prefill rows.
     """
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(batch.query_lens, dtype=np.int64)])
     groups: list[Group | LongRow] = []
@@ -219,9 +227,9 @@ def plan_groups(
 
 
 def _decode_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int]]:
-    """Yield (first row, last row + 1) of each decode group.
+    """Yield (first row, last row + 1) of each group of decode rows.
 
-    Rows are examined one by one only if all rows together exceed the limit.
+    Rows are examined one by one only if all decode rows together exceed the limit.
     """
     lens = batch.kv_lens[: batch.num_decodes] - batch.first_key
     low = 0
@@ -323,10 +331,11 @@ def _kv_slots(batch: Batch, page_size: int, low: int, high: int, length: int) ->
 
 
 def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
-    """Return the first KV slot of a single one-query row whose pages are contiguous and ascending.
+    """Return the first KV slot of a single row that can be read in place, else None.
 
-    None for other rows ``low`` to ``high - 1``, and on a GPU: only the CPU can read the batch's
-    lengths and pages without waiting for a device.
+    Such a row has one query and pages that are contiguous and ascending. The result is None if rows
+    ``low`` to ``high - 1`` are several or the row is not such a one, and on a GPU: only the CPU can
+    read the batch's lengths and pages without waiting for a device.
     """
     if high - low > 1 or batch.query_lens[low] != 1 or not batch.page_table.is_cpu:
         return None
@@ -341,7 +350,7 @@ def _with_keys(
 ) -> Group:
     """Set the keys of a group with rows ``low`` to ``high - 1``, and return the group.
 
-    The keys are ``kv_slots`` or ``span``, and ``bias``, which gets ``dtype``.
+    This sets the attributes ``kv_slots`` or ``span``, and ``bias`` of dtype ``dtype``.
     """
     group.span = _span(batch, page_size, low, high)
     if group.span is not None:

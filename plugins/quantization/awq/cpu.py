@@ -41,7 +41,7 @@ class AwqSource:
     """The tensors of an AWQ checkpoint: three for each quantised matrix.
 
     Attributes:
-        group: inputs that share a scale; -1: all inputs of a row.
+        group: number of inputs that share a scale; -1: all inputs of a row.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -57,7 +57,7 @@ class AwqSource:
         return not left_alone(module, self._listed, parts=True)
 
     def group_of(self, depth: int) -> int:
-        """Return the group size of a slice of ``depth`` inputs."""
+        """Return the number of inputs that share a scale in a slice of ``depth`` inputs."""
         return depth if self.group < 0 else self.group
 
     def targets(
@@ -67,13 +67,13 @@ class AwqSource:
         index: tuple[slice, slice],
         put: Put,
     ) -> Iterator[WeightTarget]:
-        """Yield the targets of one slice of a matrix.
+        """Yield the load target of each of the three checkpoint tensors of a matrix slice.
 
         Args:
             module: module name in the checkpoint.
             full: numbers of outputs and inputs of the matrix.
             index: the slice of outputs and of inputs.
-            put: receives the slice's three tensors once all have arrived.
+            put: called with the slice's three tensors once all have arrived.
 
         Raises:
             ValueError: the matrix or slice does not consist of whole words and groups.
@@ -99,7 +99,9 @@ class AwqSource:
 
 
 def _divided(module: str, cut: slice, unit: int) -> slice:
-    """Return a slice of channels as a slice of groups of ``unit`` channels.
+    """Convert a slice of channels, ``cut``, to the slice of the groups that it consists of.
+
+    ``module``: module name, for the error. ``unit``: number of channels of a group.
 
     Raises:
         ValueError: ``cut`` does not consist of whole groups.
@@ -116,13 +118,13 @@ def _divided(module: str, cut: slice, unit: int) -> slice:
 
 @dataclass(eq=False)
 class _PendingMatrix:
-    """One matrix whose three tensors arrive in any order; ``put`` gets them together."""
+    """A matrix slice whose three tensors arrive in any order; ``put`` is called with all three."""
 
     put: Put
     held: dict[str, Tensor] = field(default_factory=dict)
 
     def setter(self, leaf: str) -> Callable[[Tensor], None]:
-        """Return a callback that stores tensor ``leaf``; the third one triggers ``put``."""
+        """Return a callback that keeps the tensor ``leaf``; the third tensor triggers ``put``."""
 
         def set_tensor(value: Tensor) -> None:
             # a device tensor is a view of a larger block, which it would keep alive; hence the copy
@@ -135,7 +137,7 @@ class _PendingMatrix:
 
 
 class Awq:
-    """``QuantizationScheme`` with dequantised weights. Ranks split at group boundaries."""
+    """``QuantizationScheme`` with dequantised weights, which ranks split at group boundaries."""
 
     fused_shared = False
 
@@ -156,7 +158,7 @@ class Awq:
 
 
 def _into(destination: Tensor, source: AwqSource) -> Put:
-    """Return a callback that dequantises into ``destination`` [outputs, inputs]."""
+    """Return a callback that dequantises a slice into ``destination`` [outputs, inputs]."""
 
     def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
         group = source.group_of(qweight.shape[0])
@@ -166,7 +168,7 @@ def _into(destination: Tensor, source: AwqSource) -> Put:
 
 
 class AwqLinear(DenseLinear):
-    """``LinearMethod`` over dequantised weights."""
+    """``LinearMethod`` over dequantised weights of an AWQ checkpoint."""
 
     def __init__(
         self, shape: LinearShape, dtype: torch.dtype, device: str, source: AwqSource
@@ -183,7 +185,7 @@ class AwqLinear(DenseLinear):
 
 
 class AwqExperts(DenseExperts):
-    """``ExpertsMethod`` over dequantised weights."""
+    """``ExpertsMethod`` over dequantised weights of an AWQ checkpoint."""
 
     def __init__(
         self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: AwqSource

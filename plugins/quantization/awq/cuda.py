@@ -70,13 +70,13 @@ class AwqGemm:
     def __call__(
         self, x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | None
     ) -> Tensor:
-        """Return x W^T.
+        """Return x W^T for the int4 weight W.
 
         Args:
             x: [T, K].
             packed: weight as in ``kernels/gemm/int4_awq.py``.
             factors: scales and zeros as in ``kernels/gemm/int4_awq.py``.
-            group: inputs that share a scale.
+            group: number of inputs that share a scale.
             bias: [N] or None.
 
         Returns:
@@ -90,7 +90,7 @@ class AwqGemm:
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
     def pick(self, rows: int, columns: int, depth: int) -> str:
-        """Return the provider for [rows, depth] x [columns, depth]^T."""
+        """Return the name of the provider for the GEMM [rows, depth] x [columns, depth]^T."""
         if not rows:
             return "triton"
         return self._fastest.pick(rows, columns, depth) if self._wanted == "auto" else self._wanted
@@ -127,7 +127,7 @@ class PackedWeights:
         self.weights = moe_int4_awq.Weights(self.packed, self.factors, group, depth)
 
     def into(self, number: int, columns: slice) -> Put:
-        """Return a callback that repacks a stored matrix into ``columns`` of matrix ``number``."""
+        """Return a callback that repacks a loaded slice into ``columns`` of matrix ``number``."""
 
         def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
             self.store(
@@ -148,8 +148,8 @@ class PackedWeights:
         Args:
             number: index of the matrix.
             columns: the slice's outputs.
-            numbers: uint8 [depth, n].
-            zeros: [groups, n].
+            numbers: unpacked int4 weights, uint8 [depth, n].
+            zeros: unpacked zeros, [groups, n].
             scales: [groups, n].
         """
         self.packed[number, :, columns].copy_(awq_format.pack_blocks(numbers.t()))
@@ -223,14 +223,14 @@ class AwqExpertsCuda:
     def _take_shared(
         self, rows: slice | None, qweight: Tensor, qzeros: Tensor, scales: Tensor
     ) -> None:
-        """Store one published matrix of the shared expert, slice by slice.
+        """Store a checkpoint matrix of the shared expert, cut into slices for the fused experts.
 
         Args:
             rows: rows of w13 for the gate or up projection (S * I outputs); None: w2 (S * I
                 inputs).
-            qweight: packed weights.
-            qzeros: packed zeros.
-            scales: scales.
+            qweight: packed weights of the matrix.
+            qzeros: packed zeros of the matrix.
+            scales: scales of the matrix.
         """
         shape = self.shape
         device = self.w13.packed.device
@@ -246,9 +246,9 @@ class AwqExpertsCuda:
             )
 
     def _slice(self, part: Tensor, number: int, dim: int) -> Tensor:
-        """Return slice ``number`` of the shared expert's tensor ``part``.
+        """Return slice ``number`` of the shared expert's tensor ``part``, cut along ``dim``.
 
-        If a single group covers all inputs, all slices share it.
+        If one group covers all inputs, the slices of inputs (``dim`` 0) share its scale and zero.
         """
         return (
             part

@@ -60,12 +60,15 @@ class AwqOptions(QuantizationOptions):
         )
 
     def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
-        """Return the multiple at which ranks may split: a group, at least a word of 8 outputs."""
+        """Return the number of channels that must stay on one rank: those of a group, at least 8.
+
+        A word of the checkpoint packs 8 outputs.
+        """
         return max(8, awq_group(model))
 
 
 def awq_group(model: ModelFacts) -> int:
-    """Return how many inputs share a scale in an AWQ checkpoint.
+    """Return the number of inputs that share a scale in an AWQ checkpoint.
 
     The result is -1 if all inputs of a row share a scale, and 0 if the group size in config.json is
     not an integer.
@@ -76,7 +79,10 @@ def awq_group(model: ModelFacts) -> int:
 
 
 def stored_words(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
-    """Return the tensors of one weight [rows, columns]: packed weights and zeros, and scales."""
+    """Return, by name, the checkpoint tensors that store one weight [rows, columns].
+
+    They are packed weights, packed zeros and scales.
+    """
     group = awq_group(model)
     groups = -(-columns // group) if group > 0 else 1
     words = -(-rows // WORD_NUMBERS)
@@ -88,7 +94,7 @@ def stored_words(model: ModelFacts, rows: int, columns: int) -> dict[str, Tensor
 
 
 def check_awq(context: CheckContext) -> Iterator[Refusal]:
-    """Check the quantization config and the tensors of an AWQ checkpoint, and the devices."""
+    """Refuse AWQ checkpoints in an unsupported format, and devices without our int4 kernels."""
     model = context.facts.model
     if not context.options.dequantize:
         yield from check_triton(context, NAME, "dequantize = true")
@@ -101,7 +107,7 @@ def check_awq(context: CheckContext) -> Iterator[Refusal]:
 
 
 def _stated(stated: Mapping[str, Any], group: int) -> Iterator[tuple[str, str]]:
-    """Yield reason and fix for each unsupported setting of a ``quantization_config``."""
+    """Yield a refusal's (reason, fix) for each unsupported setting of ``quantization_config``."""
     bits = stated.get("bits", stated.get("w_bit", 4))
     if bits != 4:
         yield f"the checkpoint has {bits}-bit weights; {NAME} reads 4-bit weights", SUPPORTED
@@ -128,7 +134,10 @@ def _stated(stated: Mapping[str, Any], group: int) -> Iterator[tuple[str, str]]:
 
 
 def _stored(tensors: Mapping[str, TensorFact], group: int) -> Iterator[tuple[str, str]]:
-    """Yield reason and fix for each problem of the tensors, if their headers were read."""
+    """Yield a refusal's (reason, fix) for each fault of the checkpoint's tensors.
+
+    ``tensors`` is empty if their headers were not read; then no fault is found.
+    """
     modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     if tensors and not modules:
         yield (

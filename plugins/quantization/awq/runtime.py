@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def awq(options: AwqOptions, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
-    """Return the scheme for ``worker``'s device: int4 weights on CUDA, else dequantised ones."""
+    """Return the AWQ scheme for ``worker``'s device: int4 weights on CUDA, else dequantised."""
     if torch.device(worker.device).type == "cuda" and not options.dequantize:
         # NOTE: imported late, because it imports triton
         from glowplug.plugins.quantization.awq.cuda import AwqCuda

@@ -74,28 +74,35 @@ class BlockWeight:
         self._stored = self._scales = None
 
     def _quantize(self, value: Tensor) -> None:
-        """Quantise and dequantise ``value``: all blocks that this rank's slice touches."""
+        """Round unquantised weights to block FP8 and store this rank's slice, dequantised.
+
+        ``value``: weights of all blocks that the slice touches.
+        """
         stored, scales = fp8.quantize_weight(value)
         (first, rows), (left, columns) = zip(self._offsets(), self.destination.shape, strict=True)
         whole = fp8.dequantize_weight(stored, scales, self.destination.dtype)
         self.destination.copy_(whole[first : first + rows, left : left + columns])
 
     def _offsets(self) -> tuple[int, int]:
-        """Return the slice's first row and column, relative to the start of their block."""
+        """Return the row and column within a block at which the slice begins."""
         rows, columns = self.index
         return (rows.start or 0) % FP8_BLOCK, (columns.start or 0) % FP8_BLOCK
 
 
 def _kept(value: Tensor) -> Tensor:
-    """Return ``value``, copied if it is on a device, to be kept until its counterpart arrives.
+    """Return ``value``, or a copy if it is on a device, to keep until its counterpart arrives.
 
-    On a device ``value`` is a view of a larger block, which it would keep alive; hence the copy.
+    A weight and its scales are counterparts. On a device ``value`` is a view of a larger block,
+    which the view would keep alive; hence the copy.
     """
     return value if value.is_cpu else value.clone()
 
 
 def blocks_of(cut: slice, full: int) -> slice:
-    """Return the slice of blocks that ``cut`` of a dimension of ``full`` elements touches."""
+    """Return the slice of blocks that ``cut``, a slice of elements, touches.
+
+    ``full``: number of elements of the whole dimension.
+    """
     if cut == slice(None):
         return cut
     return part_of(
@@ -106,7 +113,10 @@ def blocks_of(cut: slice, full: int) -> slice:
 
 
 def elements_of(blocks: slice, full: int) -> slice:
-    """Return the slice of elements that ``blocks`` covers in a dimension of ``full`` elements."""
+    """Return the slice of elements that ``blocks``, a slice of blocks, covers.
+
+    ``full``: number of elements of the whole dimension.
+    """
     if blocks == slice(None):
         return blocks
     start = blocks.start * FP8_BLOCK

@@ -84,9 +84,10 @@ class BlockFp8:
 
 
 def _as_read(x: Tensor | Quantized, input_format: str) -> Tensor:
-    """Return activations in ``input_format``: unchanged, or rounded to FP8 values.
+    """Return the activations x as the layer reads them: unchanged, or rounded to FP8 values.
 
-    ``Quantized`` input has been rounded by its producer.
+    They are rounded unless ``input_format`` is plain. ``Quantized`` input has been rounded by its
+    producer.
     """
     if isinstance(x, Quantized):
         return x.values
@@ -94,7 +95,7 @@ def _as_read(x: Tensor | Quantized, input_format: str) -> Tensor:
 
 
 class Fp8Linear(DenseLinear):
-    """``LinearMethod`` over dequantised weights; each fused matrix has its own block grid."""
+    """``LinearMethod`` over dequantised weights; each fused matrix has its own grid of blocks."""
 
     def __init__(
         self, shape: LinearShape, dtype: torch.dtype, device: str, input_format: str, native: bool

@@ -71,7 +71,10 @@ class BlockFp8Cuda(BlockFp8):
 
 
 def grouped(wanted: str) -> GroupedExperts:
-    """Return the library for routed experts. ``wanted``: value of ``quantization.experts``."""
+    """Return the library that computes routed experts.
+
+    ``wanted``: value of ``quantization.experts``.
+    """
     if wanted == "deep_gemm_masked":
         return Masked()
     return CutlassExperts() if wanted == "cutlass" else Grouped(wanted)
@@ -80,14 +83,14 @@ def grouped(wanted: str) -> GroupedExperts:
 class Fp8LinearCuda(Biased):
     """``LinearMethod`` with E4M3 weights; each fused matrix has its own grid of block scales.
 
-    The grids are stored as one if every matrix begins at a block boundary, in the fused weight and
-    in the checkpoint; otherwise each row of the weight has its own scales.
+    The grids are stored as a single grid if every matrix begins at a block boundary, in the fused
+    weight and in the checkpoint; otherwise each row of the weight has its own scales.
 
     Attributes:
         padded: E4M3 [ceil128(N), K], the weight with zero rows up to whole blocks.
         weight: E4M3 [N, K], a view of ``padded``.
         scales: float32 [ceil(N / 128), ceil(K / 128)], or [N, ceil(K / 128)] with scales per row.
-        columns: N.
+        columns: N, the number of outputs.
     """
 
     input_format = FP8_INPUT
@@ -173,8 +176,8 @@ class Fp8ExpertsCuda:
         w2: E4M3 [E + S, H, I].
         scales13: float32 [E + S, 2I / 128, ceil(H / 128)].
         scales2: float32 [E + S, ceil(H / 128), I / 128].
-        count: E + S.
-        inter: I, padded.
+        count: E + S, the number of experts, slices of the shared expert included.
+        inter: I, padded to whole blocks.
     """
 
     input_format = FP8_INPUT
@@ -205,7 +208,7 @@ class Fp8ExpertsCuda:
         self._allocate(device)
 
     def _allocate(self, device: str) -> None:
-        """Allocate weights, zero where they are padded, and scales of 1."""
+        """Allocate the weights, set to zero where they are padded, and scales, set to 1."""
         hidden = self.shape.hidden
         empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
         ones = partial(torch.ones, device=device)
@@ -227,7 +230,10 @@ class Fp8ExpertsCuda:
             yield from self._shared_targets()
 
     def _part(self, half: int | None) -> tuple[Tensor, Tensor]:
-        """Return values and scales of the gate (0), up (1) or down (None) projections."""
+        """Return the values and scales of one projection of all experts, without padding.
+
+        ``half``: 0 for the gate, 1 for the up and None for the down projection.
+        """
         inter = self.shape.inter
         groups = blocks(self.shape.inter)
         if half is None:

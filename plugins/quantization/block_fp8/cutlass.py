@@ -102,7 +102,7 @@ class CutlassExperts:
             weight: [E, N, K].
             scales: scales of ``weight``.
             order: first row of each expert.
-            sizes: int32 [E, 3], the problem of each expert.
+            sizes: int32 [E, 3], the GEMM sizes of each expert.
             strides: row strides of ``x`` and of the result, int64 [E] each.
             dtype: of the result.
 

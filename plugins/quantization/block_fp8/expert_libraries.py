@@ -12,7 +12,13 @@ class GroupedExperts(Protocol):
     """A library that computes routed experts: both GEMMs and the activation between them."""
 
     def pays(self, tokens: int, per_token: int, experts: int) -> bool:
-        """Return True if this provider computes such a step; otherwise our own kernels do."""
+        """Return True if this library computes the experts of a step; else our own kernels do.
+
+        Args:
+            tokens: number of tokens of the step.
+            per_token: number of experts of a token.
+            experts: number of experts on this rank.
+        """
         ...
 
     def experts(

@@ -25,15 +25,16 @@ class Gemm(Protocol):
     """One provider of block FP8 GEMMs.
 
     Attributes:
-        name: its name in options and tables.
-        pads: the weight must be padded to whole blocks of rows; the result has the padded columns.
+        name: name of the provider in options and tables.
+        pads: the weight must be padded to whole blocks of rows; the result then has a column for
+            each padding row.
     """
 
     name: str
     pads: bool
 
     def missing(self) -> str:
-        """Return the reason why the provider cannot be used on this machine, or ""."""
+        """Return the reason why the provider cannot be used on this machine; "" if it can."""
         ...
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
@@ -59,7 +60,7 @@ class Gemm(Protocol):
 
 
 class _Library:
-    """Base of providers, which imports the library once and keeps the reason of a failure."""
+    """Base class of providers: imports the library once, and keeps the reason if that fails."""
 
     name = ""
     module = ""
@@ -132,14 +133,14 @@ class DeepGemm(_Library):
 def padded_to_four_rows(
     x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return operands with the rows of ``x`` padded to a multiple of four.
+    """Return a GEMM's operands with the rows of ``x`` padded to a multiple of four.
 
-    TMA can load the scales of such rows. The padding rows are uninitialised. If
-    ``fp8_triton.empty_quantized`` allocated ``x``, they are behind it in memory; otherwise ``x`` is
-    copied.
+    TMA can load the scales only of such a number of rows. The padding rows are uninitialised. If
+    ``fp8_triton.empty_quantized`` allocated ``x``, the memory after ``x`` has room for them;
+    otherwise ``x`` is copied.
 
     Returns:
-        (x, weight^T, scales, scales^T).
+        (x, weight^T, scales of x, transposed scales of the weight).
     """
     rows = -(-x.shape[0] // 4) * 4
     if rows != x.shape[0]:
@@ -154,10 +155,10 @@ def padded_to_four_rows(
 
 
 def transposed_scales(scales: Tensor) -> Tensor:
-    """Return ``scales`` float32 [M, G] as a contiguous [G, ceil4(M)].
+    """Return ``scales`` float32 [M, G] transposed, contiguous and padded to [G, ceil4(M)].
 
-    The padding columns are uninitialised or zero. Scales from ``fp8_triton.empty_quantized`` have
-    this layout already and are not copied.
+    ceil4(M) is M rounded up to a multiple of four. The padding columns are uninitialised or zero.
+    Scales from ``fp8_triton.empty_quantized`` have this layout already and are not copied.
     """
     rows, groups = scales.shape
     held = -(-rows // 4) * 4
@@ -258,7 +259,7 @@ class Providers:
             raise GlowplugError(self._all[wanted].missing())
 
     def pick(self, rows: int, columns: int, depth: int) -> Gemm:
-        """Return the provider for [rows, depth] x [columns, depth]^T with block scales."""
+        """Return the provider for the GEMM [rows, depth] x [columns, depth]^T with block scales."""
         shape = (rows, columns, depth)
         if shape not in self._picked:
             self._picked[shape] = next(
@@ -272,11 +273,11 @@ class Providers:
         return self._picked[shape]
 
     def any_shape(self) -> Gemm:
-        """Return our own kernel, which also supports scales per row."""
+        """Return the provider for any shape: our own kernel; it also supports scales per row."""
         return self._all[TritonGemm.name]
 
     def _order(self, rows: int, columns: int, depth: int) -> Iterator[str]:
-        """Yield provider names in order of preference."""
+        """Yield the names of providers for a GEMM shape, the preferred one first."""
         if self._wanted != "auto":
             yield from (self._wanted, TritonGemm.name)
             return
@@ -291,10 +292,13 @@ class Providers:
 
 
 def measured_table() -> provider_choice.Table:
-    """Return the current GPU's table; empty if there are no measurements."""
+    """Return the table of the fastest block FP8 providers on the current GPU.
+
+    The table is empty if there are no measurements.
+    """
     return provider_choice.measured(provider_choice.FP8.kind, tuned_tables.device_name())
 
 
 def provider_path() -> Path:
-    """Return the file of the current GPU's table."""
+    """Return the path of the table of the fastest block FP8 providers on the current GPU."""
     return provider_choice.table_path(provider_choice.FP8.kind, tuned_tables.device_name())

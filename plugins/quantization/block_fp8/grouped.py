@@ -33,8 +33,8 @@ class Grouped:
     """``GroupedExperts`` by DeepGEMM's grouped GEMM.
 
     Args:
-        wanted: the steps that use it. "auto": those for which it pays; "deep_gemm": every step;
-            "triton": none.
+        wanted: the steps that DeepGEMM computes. "auto": those for which it pays; "deep_gemm":
+            every step; "triton": none.
 
     Raises:
         GlowplugError: ``wanted`` is "deep_gemm" and DeepGEMM cannot be used.
@@ -152,10 +152,10 @@ class Grouped:
 
 
 def _accepts_ends(multiply: Callable[..., Any]) -> bool:
-    """Return True if ``multiply`` has the parameter ``use_psum_layout``.
+    """Return True if DeepGEMM's function ``multiply`` can take the end of each expert's rows.
 
-    The result is False for a compiled function without a signature: every build accepts the expert
-    of each row instead.
+    Such a function has the parameter ``use_psum_layout``. The result is False for a compiled
+    function without a signature: every build accepts the expert of each row instead.
     """
     try:
         return ENDS_PARAMETER in signature(multiply).parameters

@@ -87,7 +87,7 @@ class Masked:
         counts: Tensor,
         mean_rows: int,
     ) -> Tensor:
-        """Multiply the first ``counts`` rows of each expert by the expert's weight.
+        """Multiply the rows in use of each expert by the expert's weight.
 
         NOTE: The kernel writes whole tiles of 64 or 128 rows, even where the next expert's rows
         begin; hence ``masked_rows``.
@@ -96,8 +96,8 @@ class Masked:
             x: values [E, R, K] and their scales.
             weight: [E, N, K].
             scales: scales of ``weight``.
-            counts: rows in use of each expert [E].
-            mean_rows: expected rows per expert.
+            counts: number of rows in use of each expert [E], the first ones of its buffer.
+            mean_rows: expected number of rows per expert.
 
         Returns:
             bfloat16 [E, R, N].

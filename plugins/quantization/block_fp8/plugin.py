@@ -69,7 +69,10 @@ class BlockFp8Options(QuantizationOptions):
 
 
 def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
-    """Check that checkpoint and devices fit: E4M3 in blocks, dynamic activation scales."""
+    """Refuse FP8 checkpoints other than E4M3 in blocks with dynamic activation scales.
+
+    Also refuse devices and libraries that cannot compute in block FP8.
+    """
     if context.options.activations != "none":
         yield from check_triton(context, "block_fp8", 'activations = "none"')
         yield from check_libraries(context, "block_fp8")
@@ -108,7 +111,7 @@ def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
 
 
 def _results(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse named libraries that cannot return results in the compute dtype."""
+    """Refuse GEMM libraries that the options name but that cannot return the compute dtype."""
     dtype = context.values.dtype
     if context.values.device != "cuda" or dtype != "float32":
         return
@@ -124,7 +127,7 @@ def _results(context: CheckContext) -> Iterator[Refusal]:
 
 
 def fp8_peak_tokens(options: BlockFp8Options) -> tuple[int, ...]:
-    """Return token counts below the largest step at which memory may peak.
+    """Return the peak tokens of routed experts: counts at which memory may exceed larger steps'.
 
     Steps above ``MASKED_TOKENS`` do not use the masked layout: they allocate rows only for existing
     pairs of a token and an expert.
@@ -133,7 +136,10 @@ def fp8_peak_tokens(options: BlockFp8Options) -> tuple[int, ...]:
 
 
 def stored_blocks(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
-    """Return the tensors of one weight [rows, columns]: E4M3 values and a scale for each block."""
+    """Return, by name, the checkpoint tensors that store one weight [rows, columns].
+
+    They are E4M3 values and a scale for each block, or the weight alone if the model has no blocks.
+    """
     if model.quant_block is None:
         return {"weight": TensorFact(model.dtype, (rows, columns))}
     blocks = (-(-rows // model.quant_block[0]), -(-columns // model.quant_block[1]))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def block_fp8(options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> BlockFp8:
-    """Return the scheme for ``worker``'s device.
+    """Return the block FP8 scheme for ``worker``'s device.
 
     CUDA devices run FP8 GEMMs unless ``activations = "none"``; otherwise weights are dequantised.
     """

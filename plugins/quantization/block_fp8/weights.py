@@ -75,7 +75,7 @@ class StoredMatrix:
         self.scales.copy_(value)
 
     def _first_row(self) -> int:
-        """Return the slice's first row, relative to the start of its block."""
+        """Return the row within a block at which the slice begins."""
         return (self.index[0].start or 0) % FP8_BLOCK
 
 
@@ -88,8 +88,8 @@ class SlicedMatrix:
     Attributes:
         name: module name in the checkpoint.
         full: shape of the checkpoint matrix.
-        index: the part of it.
-        dim: dimension that is cut.
+        index: slices that select the part.
+        dim: dimension along which the part is cut.
         values: E4M3 [S, ...], the slices.
         scales: float32 [S, ...], the scales of the slices.
         native: True if the checkpoint is FP8.

@@ -24,8 +24,8 @@ SharedSlice = tuple[str, tuple[int, int], tuple[slice, slice], slice | None]
 def shared_slices(shape: ExpertsShape) -> Iterator[SharedSlice]:
     """Yield this rank's part of each checkpoint matrix of the shared expert.
 
-    A rank takes as many neighbouring channels as its slices of the S fused experts have together.
-    The sum over the ranks does not depend on which channels a rank computes.
+    The part has as many neighbouring channels as the rank's slices of the S fused experts have
+    together. The sum over the ranks does not depend on which channels a rank computes.
 
     Yields:
         Module name, shape of the matrix, the rank's slice of it, and its rows within w13 (None:
@@ -73,7 +73,7 @@ class CudaExperts:
             )
 
     def _take_shared(self, value: Tensor, *, rows: slice | None) -> None:
-        """Store a matrix of the shared expert.
+        """Store a checkpoint matrix of the shared expert, cut into slices for the fused experts.
 
         Args:
             value: gate or up projection [S * inter, hidden], or down projection [hidden, S *
@@ -99,9 +99,10 @@ class CudaExperts:
         )
 
     def start(self, x: Tensor, width: int) -> Started | None:
-        """Launch the work that may precede the gate; None if there is none.
+        """Launch the experts' first kernel before the gate, and return a handle to go on with.
 
-        ``width``: experts of a token, fused shared experts included. See ``ExpertsMethod``.
+        The result is None if no kernel can start before the gate. ``width``: number of experts of a
+        token, fused shared experts included. See ``ExpertsMethod``.
         """
         if not dependent_launch.supported():
             return None
@@ -118,7 +119,10 @@ class CudaExperts:
     def finish(
         self, x: Tensor, ids: Tensor, weights: Tensor, early: Early | None
     ) -> Tensor | Parts:
-        """Compute the experts' result, from ``early`` if ``start`` launched it."""
+        """Compute the experts' result, continuing the work ``early`` that ``start`` launched.
+
+        ``early`` is None if nothing was launched before the gate.
+        """
         rows, named = moe_experts.products(
             x, self.w13, self.w2, ids, weights, fused_shared=self.shape.fused_shared, early=early
         )
@@ -131,7 +135,7 @@ class CudaExperts:
 
 @dataclass(frozen=True)
 class Started:
-    """``StartedExperts``: experts whose work on x [T, hidden] began before the gate has chosen."""
+    """``StartedExperts``: handle of experts whose first kernel was launched before the gate."""
 
     method: CudaExperts
     x: Tensor
@@ -139,7 +143,7 @@ class Started:
 
     @property
     def ready(self) -> Tensor:
-        """Ready flag of x that the gate sets, int32."""
+        """Ready flag, int32, that the gate sets once x is complete."""
         return self.early.ready
 
     def finish(self, ids: Tensor, weights: Tensor) -> Tensor | Parts:

@@ -18,7 +18,7 @@ PARTS13 = ("gate_proj", "up_proj")  #: checkpoint matrices fused in w13, in orde
 def linear_slices(
     shape: LinearShape,
 ) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], slice]]:
-    """Yield each checkpoint matrix of a linear layer.
+    """Yield, for each checkpoint matrix of a linear layer, this rank's slice and its place.
 
     Yields:
         Module name, shape of the matrix, this rank's slice of it, and the slice's rows within the
@@ -126,7 +126,7 @@ class DenseExperts:
 def expert_slices(
     shape: ExpertsShape,
 ) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], int, slice | None]]:
-    """Yield each checkpoint matrix of the experts held on this rank.
+    """Yield, for each checkpoint matrix of this rank's experts, the rank's slice and its place.
 
     Yields:
         Module name, shape of the matrix, this rank's slice of it, local number of the expert, and

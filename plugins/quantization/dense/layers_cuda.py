@@ -41,7 +41,7 @@ class CudaLinear(DenseLinear):
         return super().apply(values) if result is None else result
 
     def apply_parts(self, x: Tensor | Quantized) -> Tensor | Parts:
-        """Return the result of ``apply``, or its partial sums, which the next op adds up anyway."""
+        """Return the result of ``apply``, or partial sums of it that the next op adds up anyway."""
         parts = (
             _split_parts(x, self.rows)
             if isinstance(x, Tensor) and self._few_rows is not None and self.bias is None
@@ -51,7 +51,7 @@ class CudaLinear(DenseLinear):
 
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return x W^T by our own kernel where it is faster than cuBLAS, else None."""
+    """Return x W^T + bias by our own kernel, or None where cuBLAS is faster."""
     from glowplug.kernels.gemm import few_rows  # imported late: it needs Triton
 
     tile = few_rows.few_rows_tile(len(x), *weight.shape)
@@ -59,7 +59,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
 
 def _lm_head(x: Tensor, weight: Tensor) -> Tensor | None:
-    """Return x W^T in float32 by our own kernel, or None if cuBLAS is used.
+    """Return the LM head's x W^T in float32 by our own kernel, or None to use cuBLAS.
 
     Our kernel runs where this GPU's tuned table has a configuration faster than cuBLAS.
     """
@@ -74,9 +74,9 @@ def _lm_head(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _split_parts(x: Tensor, weight: Tensor) -> Parts | None:
-    """Return x W^T as partial sums, or None where an unsplit GEMM is faster.
+    """Return x W^T as partial sums by our own kernel, or None where an unsplit GEMM is faster.
 
-    The comparison includes adding up the partial sums.
+    The time of adding up the partial sums is counted.
     """
     if not x.is_contiguous() or x.dtype != weight.dtype:
         return None

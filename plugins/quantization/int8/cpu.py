@@ -65,7 +65,7 @@ class Int8Source:
         return self._native if weight is None else weight.dtype == STORED
 
     def scale_shape(self, module: str, rows: int) -> tuple[int, ...]:
-        """Return the shape of the module's stored scales, [N, 1] or [N]; N is ``rows``."""
+        """Return the shape of a module's scales in the checkpoint: [N, 1] or [N], N = ``rows``."""
         stored = self._tensors.get(f"{module}.weight_scale")
         return (rows,) if stored is not None and len(stored.shape) == 1 else (rows, 1)
 
@@ -76,13 +76,13 @@ class Int8Source:
         index: tuple[slice, slice],
         put: Put,
     ) -> Iterator[WeightTarget]:
-        """Yield the targets of one slice of a matrix.
+        """Yield the load targets of the checkpoint tensors of a matrix slice.
 
         Args:
             module: module name in the checkpoint.
             full: shape of the matrix.
             index: the slice of rows and of columns.
-            put: receives int8 [R, C] and floating-point scales [R] once both have arrived.
+            put: called with int8 [R, C] and floating-point scales [R] once both have arrived.
         """
         matrix = _PendingMatrix(index, put)
         # whole rows, so that the scales do not depend on the number of ranks
@@ -103,7 +103,7 @@ class Int8Source:
 
 @dataclass(eq=False)
 class _PendingMatrix:
-    """One matrix whose weight and scales arrive in either order; ``put`` gets them together."""
+    """A matrix slice whose weight and scales arrive in any order; ``put`` is called with both."""
 
     index: tuple[slice, slice]
     put: Put
@@ -155,7 +155,7 @@ class W8A8Int8:
 
 
 def _into(destination: Tensor) -> Put:
-    """Return a callback that dequantises into ``destination`` [R, C]."""
+    """Return a callback that dequantises a matrix slice into ``destination`` [R, C]."""
 
     def put(stored: Tensor, scales: Tensor) -> None:
         destination.copy_(int8.dequantize(stored, scales, destination.dtype))

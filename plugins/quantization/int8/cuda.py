@@ -76,7 +76,7 @@ class Int8Gemm:
         self._fastest = ByShape(INT8.kind, INT8_ROWS, table)
 
     def _find(self) -> Any:
-        """Return CUTLASS's function; with "auto", None if it cannot be used."""
+        """Return CUTLASS's int8 GEMM function; with "auto", None if it cannot be used."""
         try:
             return library("gemm", "cutlass", "sgl_kernel", ("int8_scaled_mm",))
         except GlowplugError:
@@ -112,7 +112,7 @@ class Int8Gemm:
         return int8_gemm.gemm(x, x_scales, weight, scales, dtype, bias)
 
     def pick(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
-        """Return the provider for [rows, depth] x [columns, depth]^T with results in ``dtype``."""
+        """Return the name of the provider for [rows, depth] x [columns, depth]^T in ``dtype``."""
         if self._cutlass is None or not rows or depth % 16 or columns % 8 or dtype is torch.float32:
             return "triton"
         return self._fastest.pick(rows, columns, depth) if self._wanted == "auto" else self._wanted
@@ -159,7 +159,7 @@ class Int8LinearCuda(Biased):
 
 
 def into(weight: Tensor, scales: Tensor) -> Put:
-    """Return a callback that copies to int8 ``weight`` [R, C] and ``scales`` [R]."""
+    """Return a callback that copies a loaded slice to int8 ``weight`` [R, C], ``scales`` [R]."""
 
     def put(stored: Tensor, factors: Tensor) -> None:
         weight.copy_(stored)
@@ -206,7 +206,7 @@ class Int8ExpertsCuda:
             yield from self._source.targets(name, full, index, partial(self._take_shared, rows))
 
     def _take_shared(self, rows: slice | None, stored: Tensor, scales: Tensor) -> None:
-        """Store a matrix of the shared expert.
+        """Store a checkpoint matrix of the shared expert, cut into slices for the fused experts.
 
         Args:
             rows: rows of w13 for a gate or up projection; None: w2, each of whose rows has one

@@ -73,9 +73,10 @@ class W8A8Int8Options(QuantizationOptions):
 
 
 def check_w8a8_int8(context: CheckContext) -> Iterator[Refusal]:
-    """Check that the checkpoint is symmetric int8 with dynamic activation scales, and the devices.
+    """Refuse int8 checkpoints that are not symmetric or have static activation scales.
 
-    The quantization config and the stored tensors are both checked.
+    Both the quantization config and the stored tensors are checked. Also refuse devices and
+    libraries that cannot compute in int8.
     """
     model = context.facts.model
     if context.options.activations != "none":
@@ -89,7 +90,7 @@ def check_w8a8_int8(context: CheckContext) -> Iterator[Refusal]:
 
 
 def _stated(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield reason and fix for each unsupported setting of a ``quantization_config``."""
+    """Yield a refusal's (reason, fix) for each unsupported setting of ``quantization_config``."""
     kind = stated.get("format", FORMAT)
     if kind != FORMAT:
         yield f"the checkpoint's format is {kind!r}; {NAME} reads {FORMAT!r}", SUPPORTED
@@ -120,7 +121,10 @@ def _stated(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _group(name: str, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield reason and fix for each unsupported setting of one config group."""
+    """Yield a refusal's (reason, fix) for each unsupported setting of one of ``config_groups``.
+
+    ``name``: key of the group in ``quantization_config["config_groups"]``.
+    """
     for part, wanted in (("weights", WEIGHTS), ("input_activations", ACTIVATIONS)):
         settings = group.get(part)
         if not isinstance(settings, dict):
@@ -140,7 +144,10 @@ def _group(name: str, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _stored(model: ModelFacts) -> Iterator[tuple[str, str]]:
-    """Yield reason and fix for each problem of the tensors, if their headers were read."""
+    """Yield a refusal's (reason, fix) for each fault of the checkpoint's tensors.
+
+    No fault is found if the tensors' headers were not read (``model.tensors`` is empty).
+    """
     modules = [
         name.removesuffix(".weight")
         for name, tensor in model.tensors.items()
@@ -187,7 +194,10 @@ def _some(names: list[str]) -> str:
 
 
 def stored_rows(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
-    """Return the tensors of one weight [rows, columns]: int8 values and a scale for each row."""
+    """Return, by name, the checkpoint tensors that store one weight [rows, columns].
+
+    They are int8 values and a scale for each row.
+    """
     return {
         "weight": TensorFact("int8", (rows, columns)),
         "weight_scale": TensorFact("float32", (rows, 1)),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def w8a8_int8(options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
-    """Return the scheme for ``worker``'s device.
+    """Return the int8 scheme for ``worker``'s device.
 
     CUDA devices run int8 GEMMs unless ``activations = "none"``; otherwise weights are dequantised.
     """

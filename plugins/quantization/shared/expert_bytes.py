@@ -34,9 +34,10 @@ CUTLASS_LAYOUT_INTS = 5  #: int32 numbers that describe the layout of one group'
 
 
 def dense_experts(step: ExpertsStep) -> MemoryUse:
-    """Return the memory use of a step with dense weights and up to ``step.tokens`` tokens.
+    """Return the memory use of dense experts in steps of up to ``step.tokens`` tokens.
 
-    It includes smaller steps, whose row of the tuned table may need more memory.
+    Smaller steps count too, because the tuned table may give them a configuration that needs more
+    memory.
     """
     problem = moe_tiles.ExpertsProblem(step.count, step.chosen, step.hidden, step.inter, step.dtype)
     machine = (step.card or "cpu", step.packages.get("triton", ""))
@@ -51,8 +52,8 @@ def dense_experts(step: ExpertsStep) -> MemoryUse:
 def _peak_tokens(measured: Iterable[int], tokens: int) -> set[int]:
     """Return the token counts at which memory may peak, up to ``tokens``.
 
-    These are ``tokens`` and, for each row of the tuned table, the largest smaller count that uses
-    the row.
+    These are ``tokens`` and, for each row of the tuned table, the largest token count that uses
+    the row, if it is smaller. ``measured``: the token counts that the table has, ascending.
     """
     return {
         tokens,
@@ -94,7 +95,7 @@ def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
 
 
 def fp8_experts(step: ExpertsStep) -> MemoryUse:
-    """Return the memory use of a step in block FP8, by the provider that runs it.
+    """Return the memory use of experts in block FP8, by the provider that computes the step.
 
     The provider is the library that ``quantization.experts`` names, DeepGEMM's grouped GEMM where
     experts get many rows each, or our own kernels.
@@ -109,16 +110,17 @@ def fp8_experts(step: ExpertsStep) -> MemoryUse:
 
 
 def provider_for_dtype(wanted: str, element: int) -> str:
-    """Return the value of ``quantization.experts`` in effect for ``element`` bytes per activation.
+    """Return the provider setting that applies to activations of ``element`` bytes each.
 
-    ``wanted`` is the given value. The result is "triton" instead of "auto" for wider activations
-    than 16 bits, because the libraries that "auto" may choose have only 16-bit results.
+    This is ``wanted``, the value of ``quantization.experts``, except that "auto" becomes "triton"
+    for activations of more than 16 bits: the libraries that "auto" may choose have only 16-bit
+    results.
     """
     return "triton" if wanted == "auto" and element > LIBRARY_RESULT_BYTES else wanted
 
 
 def _maximum(work: MemoryUse, other: MemoryUse) -> MemoryUse:
-    """Return the larger of each figure of two memory uses, either of which may occur."""
+    """Return a memory use that covers either of two: the larger value of each field."""
     return MemoryUse(
         max(work.peak, other.peak),
         max(work.result, other.result),
@@ -168,18 +170,18 @@ def _on_hopper(step: ExpertsStep, tile: int) -> MemoryUse:
 
 
 def int8_experts(step: ExpertsStep) -> MemoryUse:
-    """Return the memory use of a step in int8: the gated rows, and the same rows quantised."""
+    """Return the memory use of experts in int8: the gated rows, and the same rows quantised."""
     return step.with_expert_rows(0, step.pairs * step.inter * (step.element + 1))
 
 
 def grouped_pays(wanted: str, tokens: int, chosen: int, experts: int) -> bool:
-    """Return True if a step of ``tokens`` tokens runs DeepGEMM's grouped GEMM, if installed.
+    """Return True if a step should run DeepGEMM's grouped GEMM, supposing it is installed.
 
     Args:
         wanted: value of ``quantization.experts``.
-        tokens: tokens of the step.
-        chosen: experts per token.
-        experts: experts held on the rank.
+        tokens: number of tokens of the step.
+        chosen: number of experts per token.
+        experts: number of experts held on the rank.
     """
     if wanted == "auto":
         return tokens * chosen >= GROUPED_LOAD_MIN * experts
@@ -187,9 +189,9 @@ def grouped_pays(wanted: str, tokens: int, chosen: int, experts: int) -> bool:
 
 
 def masked_rows(tokens: int) -> int:
-    """Return the number of rows per expert in DeepGEMM's masked layout.
+    """Return the number of rows of each expert in DeepGEMM's masked layout.
 
-    It is ``tokens``, rounded up to whole tiles.
+    This is ``tokens``, rounded up to whole tiles.
     """
     return -(-tokens // DEEP_GEMM_TILE) * DEEP_GEMM_TILE
 
@@ -214,8 +216,8 @@ def _masked(step: ExpertsStep) -> MemoryUse:
 def _cutlass(step: ExpertsStep) -> MemoryUse:
     """Return the memory use of ``block_fp8.cutlass.CutlassExperts.experts``.
 
-    Each expert has a start, two problems of three numbers and three strides. Each GEMM adds five
-    pointers, two layouts and, within the library, another problem per expert.
+    Each expert has a first row, the three sizes of each of two GEMMs, and three strides. Each GEMM
+    adds five pointers, two layouts and, within the library, its three sizes again for each expert.
     """
     layouts = 2 * CUTLASS_LAYOUT_INTS * NUMBER_BYTES
     per_expert = (
@@ -236,7 +238,7 @@ def _library(step: ExpertsStep, rows: int, kept: int, element: int) -> MemoryUse
 
     Args:
         step: the step.
-        rows: rows in expert order.
+        rows: number of rows in expert order.
         kept: bytes held throughout.
         element: bytes of an element of the GEMMs' results.
     """

@@ -24,10 +24,10 @@ FIELD = "quantization.experts"
 
 
 def remark(context: CheckContext) -> Decision | None:
-    """Return the remark on the provider of the routed experts' GEMMs on CUDA devices.
+    """Return a note for the plan's table: the provider that "auto" gives the routed experts' GEMMs.
 
     Returns:
-        The remark; None if there is nothing to choose: another option value, another scheme, or no
+        The note; None if there is nothing to choose: another option value, another scheme, or no
         routed experts.
     """
     options = narrow_options(context)
@@ -64,7 +64,7 @@ def remark(context: CheckContext) -> Decision | None:
 
 
 def _own_kernels(reason: str) -> Decision:
-    """Return the decision for our own kernels at every load, because of ``reason``."""
+    """Return the note that our own kernels run at every load, for the given ``reason``."""
     return Decision(
         FIELD, "triton", "facts", f"our own kernels at every load: {reason}", notable=True
     )

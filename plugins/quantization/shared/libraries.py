@@ -19,7 +19,7 @@ def library(
         wanted: its value.
         module: module to import.
         names: names of the function in different builds of the library, in order of preference.
-        own: the function runs on every GPU that this project's kernels support.
+        own: True if the function runs on every GPU that this project's kernels support.
 
     Raises:
         GlowplugError: the GPU is not supported, or the library cannot be imported or lacks the

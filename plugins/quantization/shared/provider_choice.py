@@ -35,7 +35,10 @@ Table = Mapping[str, Mapping[str, str]]  #: {"N=2112,K=7168": {rows: fastest pro
 
 @dataclass(frozen=True)
 class RowRule:
-    """The rule that chooses a provider by row count, for GPUs without a table."""
+    """The choice of a provider by row count, for GPUs without a table.
+
+    The provider is ``small`` below ``threshold`` rows and ``large`` from there on.
+    """
 
     small: str  #: provider below ``threshold`` rows
     large: str  #: provider from ``threshold`` rows on
@@ -50,8 +53,8 @@ class GemmChoice:
     """The providers of one weight format and the rules for choosing among them.
 
     Attributes:
-        kind: prefix of the names of its tables.
-        candidates: provider -> packages it needs (any of them); () if built in.
+        kind: prefix of the file names of the measured tables.
+        candidates: provider -> packages, one of which it needs; () if built in.
         unmeasured: rule where a GPU has no table.
         others: rule for shapes missing from a GPU's table, in words.
         on_every_gpu: True if no candidate is limited to GPUs on which libraries' 8-bit GEMMs were
@@ -88,10 +91,10 @@ CHOICES: Mapping[type[QuantizationOptions], GemmChoice] = {
 
 
 def narrow_options(context: CheckContext) -> QuantizationOptions | None:
-    """Return the options of the plan's quantization scheme, unless it dequantises on CUDA devices.
+    """Return the options of the chosen scheme if its weights stay quantised on CUDA devices.
 
     Returns:
-        The options; None if the scheme dequantises its weights there, or no scheme is chosen.
+        The options; None if the scheme dequantises its weights, or no scheme is chosen.
     """
     for scheme in context.chosen.get("quantization", ())[:1]:
         options = scheme.options
@@ -102,10 +105,10 @@ def narrow_options(context: CheckContext) -> QuantizationOptions | None:
 
 
 def remark(context: CheckContext) -> Decision | None:
-    """Return the remark on how ``quantization.gemm = "auto"`` is resolved.
+    """Return a note for the plan's table on how ``quantization.gemm = "auto"`` is resolved.
 
     Returns:
-        The remark, which also names the installed candidates; None if there is nothing to choose:
+        The note, which also names the installed candidates; None if there is nothing to choose:
         another option value, scheme or device.
     """
     options = narrow_options(context)
@@ -130,7 +133,7 @@ def remark(context: CheckContext) -> Decision | None:
 
 
 def _resolved(choice: GemmChoice, context: CheckContext) -> Decision:
-    """Return the remark that measurements, or rules, choose the provider on the machine's GPUs."""
+    """Return the note that a measured table, or else a rule, chooses providers on the GPUs."""
     devices = context.facts.hardware.devices
     candidates = _candidates(choice, context.facts.software.packages)
     shapes = min((len(measured(choice.kind, card.name)) for card in devices), default=0)
@@ -156,7 +159,7 @@ def _resolved(choice: GemmChoice, context: CheckContext) -> Decision:
 
 
 def _candidates(choice: GemmChoice, packages: Mapping[str, str]) -> str:
-    """Return a text with the installed candidates and those not installed."""
+    """Return text that lists the providers of ``choice``: the installed ones, then the others."""
     available = [
         name
         for name, needed in choice.candidates.items()
@@ -170,20 +173,26 @@ def _candidates(choice: GemmChoice, packages: Mapping[str, str]) -> str:
 def table_path(kind: str, card: str) -> Path:
     """Return the path of the table of fastest providers on the GPU ``card``.
 
-    ``kind``: prefix of the table's name, as in :class:`GemmChoice`.
+    ``kind``: prefix of the table's file name, as in :class:`GemmChoice`.
     """
     return tuned_tables.FOLDER / f"{kind},device_name={tuned_tables.spelt(card)}.json"
 
 
 def measured(kind: str, card: str) -> Table:
-    """Return the table of ``kind`` for ``card``; empty if there are no measurements."""
+    """Return the table of fastest providers on the GPU ``card``, empty if there is none.
+
+    ``kind``: prefix of the table's file name, as in :class:`GemmChoice`.
+    """
     path = table_path(kind, card)
     found: Table = json.loads(path.read_text()) if path.is_file() else {}
     return found
 
 
 def measured_cards(kind: str) -> list[str]:
-    """Return the names of the GPUs that have a table of ``kind``."""
+    """Return the names of the GPUs that have a table of fastest providers.
+
+    ``kind``: prefix of the tables' file names, as in :class:`GemmChoice`.
+    """
     return sorted(
         path.stem.partition("device_name=")[2].replace("_", " ")
         for path in tuned_tables.FOLDER.glob(f"{kind},device_name=*.json")
@@ -210,7 +219,7 @@ class ByShape:
         self._picked: dict[tuple[int, int, int], str] = {}
 
     def pick(self, rows: int, columns: int, depth: int) -> str:
-        """Return the provider for the GEMM [rows, depth] x [columns, depth]^T."""
+        """Return the name of the provider for the GEMM [rows, depth] x [columns, depth]^T."""
         shape = (rows, columns, depth)
         if shape not in self._picked:
             self._picked[shape] = self._find(*shape)
@@ -230,7 +239,7 @@ class ByShape:
 
 
 def by_shape(table: Table) -> dict[tuple[int, int], dict[int, str]]:
-    """Return ``table`` as {(N, K): {rows: fastest provider}}."""
+    """Return ``table`` with numbers as keys: {(N, K): {rows: fastest provider}}."""
     return {
         sizes(problem): {int(rows): name for rows, name in row.items()}
         for problem, row in table.items()

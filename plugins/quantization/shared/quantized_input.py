@@ -15,8 +15,8 @@ def quantized(
     """Return values and scales of activations, quantising them if their producer has not.
 
     Args:
-        x: activations [T, K], or the same in a format that has scales.
-        quantize: returns the values and the scales of plain activations.
+        x: activations [T, K], plain or already quantised with scales.
+        quantize: function that returns the values and the scales of plain activations.
     """
     if not isinstance(x, Quantized):
         return quantize(x)

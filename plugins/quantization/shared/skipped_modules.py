@@ -14,18 +14,21 @@ EXPRESSION = "re:"  #: prefix of compressed-tensors entries that are regular exp
 
 
 def listed(stated: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the module names and expressions that a ``quantization_config`` lists."""
+    """Return the names and expressions of the modules that a config leaves unquantised.
+
+    ``stated``: the checkpoint's ``quantization_config``.
+    """
     return tuple(str(entry) for key in KEYS for entry in stated.get(key) or ())
 
 
 def left_alone(module: str, entries: tuple[str, ...], parts: bool = False) -> bool:
-    """Return True if ``module`` is not quantised in the checkpoint.
+    """Return True if the checkpoint leaves ``module`` unquantised.
 
     Args:
         module: full name of the module.
         entries: listed names of the module or a parent module, or regular expressions that match
             the beginning of its name.
-        parts: an entry may also be any substring of the name.
+        parts: True if an entry may also be any substring of the name.
     """
     return module.rpartition(".")[2] in UNLISTED or any(
         _names(entry, module, parts) for entry in entries
@@ -33,9 +36,9 @@ def left_alone(module: str, entries: tuple[str, ...], parts: bool = False) -> bo
 
 
 def _names(entry: str, module: str, parts: bool) -> bool:
-    """Return True if ``entry`` names ``module``.
+    """Return True if ``entry``, a listed name or expression, matches the name ``module``.
 
-    ``parts``: the entry may also be any substring of the name.
+    ``parts``: True if the entry may also be any substring of the name.
     """
     if entry.startswith(EXPRESSION):
         return re.match(entry.removeprefix(EXPRESSION), module) is not None

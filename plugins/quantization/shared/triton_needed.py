@@ -13,13 +13,13 @@ TRITON = Package("triton", ">=3.5")
 
 
 def check_triton(context: CheckContext, name: str, alternative: str) -> Iterator[Refusal]:
-    """Check that CUDA devices support this project's Triton kernels and that Triton is installed.
+    """Refuse CUDA devices that our Triton kernels do not support, and machines without Triton.
 
     Args:
         context: the plan under construction.
         name: name of the quantization scheme.
-        alternative: option setting that needs no kernels, because weights stay in the compute
-            dtype.
+        alternative: option setting that needs none of these kernels, because weights stay in
+            the compute dtype.
     """
     if context.values.device != "cuda":
         return
@@ -46,7 +46,10 @@ def check_triton(context: CheckContext, name: str, alternative: str) -> Iterator
 
 
 def _without(context: CheckContext, name: str, alternative: str) -> str:
-    """Return the fix that needs no kernels: ``alternative``, and "auto" for named providers."""
+    """Return the fix that needs none of our kernels: ``alternative``, without named providers.
+
+    Provider options that the configuration sets are to be "auto".
+    """
     settings = [alternative]
     for option in context.options.provider_fields():
         if getattr(context.options, option) != "auto":
@@ -56,7 +59,10 @@ def _without(context: CheckContext, name: str, alternative: str) -> str:
 
 
 def check_libraries(context: CheckContext, name: str) -> Iterator[Refusal]:
-    """Refuse libraries named for 8-bit GEMMs on GPUs that only our own kernels support."""
+    """Refuse GEMM libraries that the configuration names, on GPUs where only our own kernels run.
+
+    ``name``: name of the 8-bit quantization scheme, for the refusal.
+    """
     machine = context.facts.hardware
     cards = {card.compute for card in machine.devices}
     others = cards - LIBRARIES

@@ -22,7 +22,10 @@ HEAD_FIELD = "kernels.head"
 
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
-    """Return remarks on tile sizes and GEMM providers; none unless our kernels run on the GPUs."""
+    """Return notes for the plan's table on how tile sizes and GEMM providers are chosen.
+
+    The list is empty unless our Triton kernels run on all GPUs of the plan.
+    """
     version = context.facts.software.packages.get("triton", "")
     devices = context.facts.hardware.devices
     cards = {device.name for device in devices}
@@ -43,18 +46,18 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
 
 
 def made_for(names: Iterable[str]) -> set[tuple[str, str]]:
-    """Return (GPU, Triton version) of each table among the file ``names``."""
+    """Return the (GPU, Triton version) of each table of tile sizes among file names ``names``."""
     found = (TABLE_NAME.search(name) for name in names)
     return {(match["card"].replace("_", " "), match["triton"]) for match in found if match}
 
 
 def remark(cards: set[str], version: str, tables: set[tuple[str, str]]) -> Decision:
-    """Return the remark that measured tile sizes, or the built-in rules, apply.
+    """Return the note that measured tile sizes are used, or else built-in rules.
 
     Args:
         cards: names of the plan's GPUs.
         version: the plan's Triton version.
-        tables: (GPU, Triton version) pairs that have tables.
+        tables: (GPU, Triton version) pairs that have tables of tile sizes.
     """
     here = f"{', '.join(sorted(cards))} with Triton {version}"
     if all((card, version) in tables for card in cards):
@@ -73,10 +76,10 @@ def remark(cards: set[str], version: str, tables: set[tuple[str, str]]) -> Decis
 
 
 def head_remark(context: CheckContext, card: str, version: str) -> Decision | None:
-    """Return the remark on the row counts at which our own kernel computes the LM head.
+    """Return a note on the row counts at which our own kernel, not cuBLAS, computes the LM head.
 
     Returns:
-        The remark, for decode steps; None if cuBLAS computes it at every row count.
+        The note, for decode steps; None if cuBLAS computes it at every row count.
     """
     model = context.facts.model
     table = (

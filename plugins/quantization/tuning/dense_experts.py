@@ -59,7 +59,7 @@ class MoeTuner:
 
 
 def rows_in(path: Path) -> tuple[int, ...]:
-    """Return the row counts that the table at ``path`` has, ascending.
+    """Return the row counts for which the table at ``path`` has measurements, ascending.
 
     The result is () if there is no table.
 

@@ -40,8 +40,8 @@ OWN_TIME_SHARE = 0.8  #: share of the time spent on our own kernel's configurati
 class Fp8GemmTuner:
     """``TableTuner`` (``core/protocols/tuning.py``) of linear layers in block FP8.
 
-    A row count is done when both tables have it: that of our kernel's configurations and that of
-    the fastest providers.
+    A row count need not be measured again when both tables have it: the one of our kernel's
+    configurations and the one of the fastest providers.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -95,14 +95,14 @@ class Fp8GemmTuner:
     def provider_times(
         self, rows: int, columns: int, depth: int, config: tuned_tables.Config
     ) -> dict[str, float]:
-        """Return the time of each available provider that supports the shape.
+        """Measure the time of a GEMM by each available provider that supports its shape.
 
         Providers that fail are left out.
 
         Args:
-            rows: rows of x.
-            columns: rows of the weight.
-            depth: columns of both.
+            rows: number of rows of x.
+            columns: number of rows of the weight.
+            depth: number of columns of both.
             config: configuration of our own kernel.
 
         Returns:
@@ -125,7 +125,7 @@ class Fp8GemmTuner:
 
 
 class Operands:
-    """Operands of one GEMM, with more copies of the padded weight than a cache holds."""
+    """Operands of one GEMM, with more copies of the padded weight than the GPU's cache holds."""
 
     def __init__(self, rows: int, columns: int, depth: int, device: str = "cuda") -> None:
         self.columns = columns
@@ -142,11 +142,11 @@ class Operands:
         )
 
     def calls(self, gemm: Callable[..., Any], pads: bool) -> list[Callable[[], object]]:
-        """Return one call of ``gemm`` for each copy of the weight.
+        """Return a function for each copy of the weight that calls ``gemm`` with that copy.
 
         Args:
             gemm: the provider.
-            pads: pass the weight padded to whole blocks of rows.
+            pads: True to pass the weight padded to whole blocks of rows.
         """
         return [
             lambda w=weight if pads else weight[: self.columns]: gemm(  # type: ignore[misc]
@@ -157,18 +157,24 @@ class Operands:
 
 
 def copies(size: int) -> int:
-    """Return the number of copies of a weight of ``size`` bytes that exceed the cache (2 to 16)."""
+    """Return the number of copies, 2 to 16, with which a weight exceeds the GPU's cache.
+
+    ``size``: bytes of the weight.
+    """
     return min(16, max(2, COLD_WEIGHT_BYTES // size))
 
 
 def providers_in(path: Path, problem: str) -> tuple[int, ...]:
-    """Return the row counts of ``problem`` for which the table at ``path`` has a provider."""
+    """Return the row counts for which the table at ``path`` has a provider of ``problem``."""
     found = json.loads(path.read_text()) if path.is_file() else {}
     return tuple(int(rows) for rows in found.get(problem, ()))
 
 
 def note_provider(path: Path, problem: str, rows: int, name: str) -> None:
-    """Add one measurement to a table of providers, which several processes may write."""
+    """Add the fastest provider ``name`` for ``rows`` rows of ``problem`` to the table at ``path``.
+
+    Several processes may write the table at the same time.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -25,13 +25,13 @@ Calls = Mapping[str, Sequence[Callable[[], object]]]
 
 
 class NarrowTuner:
-    """``TableTuner`` of one quantization scheme's linear layers.
+    """``TableTuner`` (``core/protocols/tuning.py``) of linear layers in one quantization scheme.
 
     Only providers are measured; our own kernels choose their tiles by rules.
 
     Attributes:
         scheme: name of the quantization scheme.
-        kind: prefix of the names of its tables.
+        kind: prefix of the file names of its tables.
     """
 
     scheme = ""
@@ -75,12 +75,16 @@ class NarrowTuner:
             )
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
-        """Return each available provider's calls of the GEMM [rows, depth] x [columns, depth]^T."""
+        """Return functions that compute a GEMM of this shape, by name of each available provider.
+
+        A provider has one function for each copy of the weight [columns, depth]; x is
+        [rows, depth].
+        """
         raise NotImplementedError
 
 
 class Int8GemmTuner(NarrowTuner):
-    """Tuner of ``w8a8_int8``."""
+    """Tuner of linear layers of the scheme ``w8a8_int8``."""
 
     scheme = int8_plugin.NAME
     kind = provider_choice.INT8.kind
@@ -106,7 +110,7 @@ class Int8GemmTuner(NarrowTuner):
 
 
 class AwqGemmTuner(NarrowTuner):
-    """Tuner of ``awq``, with the group size of the plan's model."""
+    """Tuner of linear layers of the scheme ``awq``, with the group size of the plan's model."""
 
     scheme = awq_plugin.NAME
     kind = provider_choice.AWQ.kind
