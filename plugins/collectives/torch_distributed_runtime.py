@@ -40,7 +40,7 @@ class Gloo:
         options: The component's options.
         plan: The plan, with the mesh.
         worker: The rank.
-        store: Replaces the store at ``worker.rendezvous``.
+        store: Store to use instead of the one at ``worker.rendezvous``; None: use that one.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Gloo:
         await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "connect")
 
     def _shared(self, axis: str, members: tuple[int, ...]) -> Any:
-        """Return the process group of an axis; axes that connect the same ranks share one group.
+        """Return the process group for ``axis``; axes that connect the same ranks share one group.
 
         ``members``: the ranks that the axis connects.
         """
@@ -114,7 +114,10 @@ class Gloo:
         return dist.ProcessGroupGloo.create_device(hostname=own_address(self._rendezvous))
 
     def _call(self, operation: str, axis: str, work: Callable[[], Any]) -> Any:
-        """Run ``work`` and turn its errors into a CollectiveError."""
+        """Run ``work`` and return its result; turn its errors into a CollectiveError.
+
+        ``operation`` and ``axis`` are named in the error.
+        """
         try:
             return work()
         except (RuntimeError, OSError) as error:
@@ -123,7 +126,7 @@ class Gloo:
             ) from error
 
     def _await(self, operation: str, axis: str, start: Callable[[], Any]) -> None:
-        """Start an operation and wait for it."""
+        """Call ``start``, which starts an asynchronous operation, and wait for its end."""
         self._call(operation, axis, lambda: start().wait())
 
     # ---- along an axis, on the device ------------------------------------------------------------
@@ -164,7 +167,7 @@ class Gloo:
         """Exchange contiguous sent [ranks, ...] by all-to-all in the process group ``members``.
 
         Returns:
-            [ranks, ...]: row i is the row that rank i has sent here.
+            [ranks, ...]: row i is the row that rank i has sent to this rank.
         """
         received = torch.empty_like(sent)
         self._await(operation, axis, lambda: members.alltoall_base(received, sent, [], []))
@@ -254,7 +257,7 @@ class Gloo:
         return found
 
     def _host_gather(self, operation: str, part: Tensor) -> Tensor:
-        """All-gather part [N] to [ranks, N]."""
+        """All-gather part [N], on the host, from all ranks to [ranks, N]."""
         every = part.new_empty(self._ranks, *part.shape)
         if part.numel():
             self._await(
@@ -265,7 +268,7 @@ class Gloo:
         return every
 
     def close(self) -> None:
-        """Release the groups; idempotent.
+        """Release the process groups. Idempotent.
 
         Peers that still wait for this rank get a CollectiveError.
         """
@@ -277,7 +280,7 @@ class Gloo:
 
 
 class Nccl(Gloo):
-    """The ``Collectives`` between CUDA devices; exchanges of host data still use gloo."""
+    """``Collectives`` between CUDA devices over NCCL; exchanges of host data still use gloo."""
 
     def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
         self._await("all_reduce", axis, lambda: members.allreduce([x]))
