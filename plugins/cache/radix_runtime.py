@@ -67,8 +67,8 @@ class Spot:
 class RadixCache:
     """The :class:`~glowplug.core.protocols.PrefixCache` that stores prefixes in a radix tree.
 
-    The result of ``match`` is valid until the next ``insert`` or ``evict``; once locked, until it is
-    unlocked.
+    The result of ``match`` is valid until the next ``insert`` or ``evict``; once locked, until the
+    unlocking.
     """
 
     shares = True

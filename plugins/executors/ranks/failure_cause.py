@@ -52,16 +52,16 @@ class Trouble(msgspec.Struct, array_like=True, frozen=True):
 
 
 def first_cause(troubles: Iterable[Trouble]) -> Trouble:
-    """Return the earliest trouble of the smallest kind, which may be the cause of the others."""
+    """Return the earliest failure of the smallest kind, which may be the cause of the others."""
     return min(troubles, key=lambda trouble: trouble.kind)
 
 
 def settled(kind: int, waited: float) -> bool:
-    """Return True if no report of an earlier cause is to be waited for after a failure.
+    """Return True if an executor need not wait longer for reports of an earlier cause.
 
     Args:
         kind: kind of the first cause so far.
-        waited: seconds since the first trouble.
+        waited: seconds since the first failure was observed.
     """
     return kind == FailureKind.ENDED or waited > (
         PATIENCE if kind == FailureKind.CONSEQUENCE else SETTLE
