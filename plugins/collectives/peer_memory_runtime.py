@@ -123,7 +123,7 @@ class PeerGroup:
         self.small, self.large, self.terms, self.sums, self.gather, self.norm = found
 
     def all_reduce(self, x: Tensor) -> Tensor | None:
-        """Return the sum of contiguous x over the ranks; None if NCCL is to compute it.
+        """Return the sum of contiguous x over the ranks; None if NCCL is to compute the sum.
 
         Two ranks send large tensors in pieces, so that they need no buffers of NCCL (870 MB for two
         H200).
@@ -140,7 +140,7 @@ class PeerGroup:
         return torch.cat([one_shot(piece, whole) for piece in pieces]).view(x.shape)
 
     def all_gather(self, x: Tensor, side_by_side: bool) -> Tensor | None:
-        """Return x, contiguous [R, N], gathered from every rank; None if NCCL is to gather it.
+        """Return x, contiguous [R, N], gathered from every rank; None if NCCL is to gather x.
 
         Args:
             x: this rank's rows.
@@ -176,7 +176,7 @@ class PeerGroup:
         return buffers if size <= buffers.tile and rows * buffers.tile <= buffers.capacity else None
 
     def close(self) -> None:
-        """Forget the group's name, so that another engine of this process can use it."""
+        """Release the group's name, so that another engine of this process can use the name."""
         c10d._unregister_process_group(self.name)
 
 

@@ -41,7 +41,7 @@ PLACE = 60.0  #: seconds that Ray may take to place the ranks, or to answer
 
 
 class RayExecutor:
-    """An ``Executor`` over Ray actors.
+    """The ``Executor`` that runs each rank as a Ray actor.
 
     The caller's process is the driver of Ray. It may run on any host of the cluster.
     """
@@ -238,7 +238,7 @@ class RayExecutor:
         return None
 
     def _poll_forever(self) -> None:
-        """Collect the frames of every actor until one of them fails or all have ended."""
+        """Collect the frames of every actor until an actor fails or all have ended."""
         try:
             for _ in self._rounds():
                 self._watch.look()

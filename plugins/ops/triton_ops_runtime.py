@@ -24,7 +24,7 @@ FP8 = "fp8_group128"  #: input format of FP8 activations with scales
 
 
 class TritonOps(TorchOps):
-    """``Ops`` for one rank on a CUDA device, in Triton."""
+    """``Ops`` (norms, activation, gate, rotary embedding) of one rank on a GPU, in Triton."""
 
     def __init__(self, options: TritonOpsOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)

@@ -37,7 +37,7 @@ class Queue:
         return list(self._waiting.values())
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence at the end, with its deadlines."""
+        """Add a sequence at the end of the queue, and record its deadlines."""
         self._waiting[sequence.id] = sequence
         limits = sequence.admission
         for seconds, kind in ((limits.queue_timeout, QUEUED), (limits.timeout, TOTAL)):
@@ -45,7 +45,7 @@ class Queue:
                 heapq.heappush(self._deadlines, (sequence.arrival + seconds, sequence.id, kind))
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a preempted sequence at the head."""
+        """Put a preempted sequence at the head of the queue."""
         self._waiting[sequence.id] = sequence
         self._waiting.move_to_end(sequence.id, last=False)
 

@@ -64,7 +64,7 @@ NO_ROWS: Ints = np.zeros(0, np.int32)
 
 
 class Continuous:
-    """A ``Scheduler`` with continuous batching, usable after ``bind``, by one thread only."""
+    """``Scheduler`` with continuous batching. Call ``bind`` first; use it from one thread only."""
 
     def __init__(
         self,

@@ -176,7 +176,7 @@ class Watch:
     def all_ended(self) -> bool:
         """Return True if every rank has left its loop in an orderly way.
 
-        Ranks leave it when the front end has gone or has stopped the engine.
+        Ranks leave their loop when the front end has gone or has stopped the engine.
         """
         return all(seen.phase == ENDED for seen in self._seen.values())
 

@@ -161,10 +161,7 @@ class HostLink:
         return found
 
     def _await_identities(self, deadline: float, timeout: float) -> None:
-        """Wait until the store has every host's identity, or raise EngineDead after ``deadline``.
-
-        ``timeout``: the whole wait in seconds, for the error message.
-        """
+        """Wait until the store has all hosts' identities; the error message gives ``timeout``."""
         missing = list(range(self.site.count))
         while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
             if time.monotonic() > deadline or self._closed.is_set():

@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1  #: Linux's number of this operation of prctl
 
 
 class Pipe(Protocol):
-    """A rank's end of the connection to its executor.
+    """A rank's end of the connection between the rank and its executor.
 
     Its methods raise EOFError or OSError once the other end has gone.
     """
