@@ -276,7 +276,7 @@ class PeerMemory(Nccl):
         return super().reduce_scatter(x, axis) if found is None else found
 
     def reduced_norm(self, input_format: str, add_norm: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that sums x over the ranks, adds the residual and norms the result.
+        """Return a function that sums tensors over the ranks, adds a residual and norms the sum.
 
         Args:
             input_format: format of the norm's results.

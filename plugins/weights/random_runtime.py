@@ -93,7 +93,7 @@ class RandomSource:
         return self._cast(noise.mul_(self._deviation(name, shape[-1])), dtype)
 
     def _narrow_scales(self, name: str, noise: Tensor) -> Tensor:
-        """Return random scales for the weight of an int8 row [N, 1] or int4 group [K / g, N].
+        """Return random weight scales for int8 rows, [N, 1], or for int4 groups, [K / g, N].
 
         With these scales, weights have approximately the standard deviation inputs ** -0.5. NOTE:
         the number of a weight's inputs is not known here; the hidden size is close enough.
