@@ -41,7 +41,7 @@ def _missing(key: str) -> Refusal:
 
 
 def check_decoder(context: CheckContext) -> Iterator[Refusal]:
-    """Yield refusals of missing or unsupported values in config.json, for every family here."""
+    """Yield refusals of missing or unsupported values in config.json, common to all families."""
     config = context.facts.model.config
     activation = config.get("hidden_act", "silu")
     if activation not in {"silu", "swish"}:
@@ -66,8 +66,8 @@ def check_decoder(context: CheckContext) -> Iterator[Refusal]:
 def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
     """Yield refusals of missing or unsupported values in a DeepSeek model's config.json.
 
-    The checks cover the sizes of latent attention, the gate's method, that the groups divide the
-    experts, and that a token's groups have enough experts.
+    The checks cover the sizes of latent attention, the gate's ``topk_method``, whether the number
+    of groups divides that of experts, and whether a token's groups have enough experts.
     """
     yield from check_decoder(context)
     facts = context.facts.model

@@ -22,7 +22,7 @@ ROTARY = "rotary_emb.inv_freq"  #: ending of tensors in old checkpoints; not loa
 
 
 def embeddings(model: ModelFacts) -> list[TensorSpec]:
-    """Return embedding, head and final norm; a tied head has no tensor of its own."""
+    """Return the tensors of embedding, head and final norm; a tied head has none of its own."""
     size = (model.vocab_size, model.hidden_size)
     split = Split("vocab_size", model.vocab_size, module=EMBEDDING)
     norm = TensorSpec("model.norm.weight", WHOLE, model.hidden_size)
@@ -33,17 +33,17 @@ def embeddings(model: ModelFacts) -> list[TensorSpec]:
 
 
 def is_tied(model: ModelFacts) -> bool:
-    """Return whether the head uses the weights of the embedding."""
+    """Return whether the model's head uses the weights of its embedding."""
     return bool(model.config.get("tie_word_embeddings"))
 
 
 def unloaded(model: ModelFacts) -> tuple[str, ...]:
-    """Return the endings of the names of tensors that are not loaded."""
+    """Return name endings of the checkpoint's tensors that are not loaded."""
     return (ROTARY, f"{HEAD}.weight") if is_tied(model) else (ROTARY,)
 
 
 def norms(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return the two norms of each decoder layer."""
+    """Return the tensors of the two norms of each decoder layer."""
     return [
         TensorSpec(f"{BLOCK}.{name}.weight", WHOLE, model.hidden_size, layers=layers)
         for name in ("input_layernorm", "post_attention_layernorm")
@@ -62,7 +62,7 @@ def gated_mlp(
     """Return the three matrices of a gated feed-forward module.
 
     Args:
-        module: path of the module; with "{expert}", the path of each expert.
+        module: path of the module; for experts it contains "{expert}" for the number.
         width: intermediate size.
         split: how ranks split the intermediate size.
         experts: number of experts.
@@ -81,7 +81,7 @@ def gated_mlp(
 
 
 def dense_mlp(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return the feed-forward matrices of dense decoder layers."""
+    """Return the feed-forward matrices of ``layers``, which have no experts."""
     width = dense_width(model)
     split = Split("intermediate_size", width, module=MLP)
     return gated_mlp(model, MLP, WIDTH, width, layers, split)
@@ -93,10 +93,10 @@ def dense_width(model: ModelFacts) -> int:
 
 
 def output_projection(model: ModelFacts, layers: Sequence[int], value: int) -> TensorSpec:
-    """Return attention's output projection.
+    """Return the weight of attention's output projection.
 
     Args:
-        value: elements of a head's value.
+        value: number of value channels of a head.
     """
     size = (model.hidden_size, model.num_heads * value)
     split = Split("num_attention_heads", model.num_heads, value, columns=True)
@@ -108,10 +108,10 @@ def output_projection(model: ModelFacts, layers: Sequence[int], value: int) -> T
 def query_projection(
     model: ModelFacts, layers: Sequence[int], inputs: int, name: str = "q_proj"
 ) -> TensorSpec:
-    """Return the projection to all heads' queries.
+    """Return the weight of the projection to the queries of all heads.
 
     Args:
-        inputs: number of columns.
+        inputs: number of input channels.
         name: last part of the module's path.
     """
     split = Split("num_attention_heads", model.num_heads, model.head_dim)

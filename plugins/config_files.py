@@ -21,7 +21,10 @@ Read = tuple[dict[str, Any], dict[str, int]]
 
 @hookimpl(trylast=True)
 def read_config_file(path: Path) -> Read | None:
-    """Return the data and lines of a TOML, YAML or JSON file; None for other files."""
+    """Return the content of a TOML, YAML or JSON file and the line of each key.
+
+    Return None for other files.
+    """
     reader = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}.get(
         path.suffix.lower()
     )
@@ -37,7 +40,10 @@ def read_config_file(path: Path) -> Read | None:
 
 
 def syntax_error(path: Path, line: int, message: str) -> ConfigError:
-    """Return the error of a file that cannot be parsed. ``line``: 0 if it is unknown."""
+    """Return the error for a configuration file that cannot be parsed.
+
+    ``line``: line of the fault; 0 if unknown.
+    """
     where = f"{path.name}:{line}" if line else path.name
     return ConfigError(
         [Refusal("config", "--config", f"{where}: {message}", "correct the file")], path.name
@@ -45,7 +51,7 @@ def syntax_error(path: Path, line: int, message: str) -> ConfigError:
 
 
 def without_duplicates(path: Path, duplicates: list[tuple[str, int]], read: Read) -> Read:
-    """Return ``read``, or raise if a key is duplicated.
+    """Return ``read``, or raise a ConfigError if a key occurs twice.
 
     Args:
         path: the file.
@@ -53,7 +59,7 @@ def without_duplicates(path: Path, duplicates: list[tuple[str, int]], read: Read
         read: the data and lines read from the file.
 
     Raises:
-        ConfigError: some keys are duplicated; it names each of them, and it contains ``read``, so
+        ConfigError: some keys occur twice; the error names each of them and contains ``read``, so
             that the rest of the file is checked too.
     """
     if not duplicates:
@@ -71,7 +77,7 @@ def without_duplicates(path: Path, duplicates: list[tuple[str, int]], read: Read
 
 
 def read_toml(path: Path, text: str) -> Read:
-    """Return the data and lines of a TOML text."""
+    """Return the content of a TOML text and the line of each key."""
     import tomllib
 
     try:
@@ -85,7 +91,7 @@ def read_toml(path: Path, text: str) -> Read:
 
 
 def read_json(path: Path, text: str) -> Read:
-    """Return the data and lines of a JSON text."""
+    """Return the content of a JSON text and the line of each key."""
     import json
 
     try:
@@ -99,7 +105,7 @@ def read_json(path: Path, text: str) -> Read:
 
 
 def read_yaml(path: Path, text: str) -> Read:
-    """Return the data and lines of a YAML text."""
+    """Return the content of a YAML text and the line of each key."""
     import yaml
 
     loader = yaml.SafeLoader(text)
@@ -122,7 +128,7 @@ class _YamlKeys:
     """The keys of a YAML document, with their lines and duplicates.
 
     Attributes:
-        lines: line by dotted path.
+        lines: line of each key, by dotted path.
         duplicates: (dotted path, line) of every repetition of a key within its mapping.
     """
 

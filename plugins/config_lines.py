@@ -22,7 +22,7 @@ def _parts(key: str) -> list[str]:
 
 
 def toml_lines(text: str) -> dict[str, int]:
-    """Return the line of every key of a TOML text, by dotted path.
+    """Return the line number of every key of a TOML text, by dotted path.
 
     Items of ``[[lists]]`` have their index in the path. Keys of inline tables are left out:
     their table's line stands for them.
@@ -50,7 +50,7 @@ def toml_lines(text: str) -> dict[str, int]:
 
 
 def _table(match: re.Match[str], counts: dict[str, int]) -> list[str]:
-    """Return the path that a ``[table]`` or ``[[table]]`` header opens.
+    """Return the path, in parts, of the table that a ``[table]`` or ``[[table]]`` header opens.
 
     Args:
         match: the header.
@@ -104,7 +104,7 @@ def _scan(line: str, open_until: str, depth: int) -> tuple[str, int]:
 
 
 def _end_of_string(line: str, at: int) -> int:
-    """Return the index after the one-line string that begins at ``at``."""
+    """Return the index after the end of the one-line string that begins at index ``at``."""
     quote = line[at]
     at += 1
     while at < len(line) and line[at] != quote:
@@ -113,7 +113,7 @@ def _end_of_string(line: str, at: int) -> int:
 
 
 def json_lines(text: str) -> tuple[dict[str, int], list[tuple[str, int]]]:
-    """Return (line by dotted path, duplicate keys with their lines) of a JSON text."""
+    """Return the line of each key of a JSON text by dotted path, and (key, line) of duplicates."""
     scan = _JsonScan()
     for match in _JSON_TOKEN.finditer(text):
         scan.take(match[0])
@@ -125,9 +125,9 @@ class _Open:
     """An open object or list in a JSON text.
 
     Attributes:
-        path: its dotted path.
+        path: dotted path of the object or list.
         number: index of the current item of a list; None for an object.
-        keys: keys of an object so far.
+        keys: keys of the object that have occurred so far.
     """
 
     path: str
@@ -135,7 +135,7 @@ class _Open:
     keys: set[str] = field(default_factory=set)
 
     def inner(self, key: str) -> str:
-        """Return the path of the item ``key``, or of the current item of a list."""
+        """Return the path of an object's item ``key``; for a list, of the current item."""
         name = key if self.number is None else str(self.number)
         return f"{self.path}.{name}" if self.path else name
 
@@ -144,7 +144,7 @@ class _JsonScan:
     """A scan over the tokens of a JSON text.
 
     Attributes:
-        lines: line by dotted path.
+        lines: line of each key, by dotted path.
         duplicates: (dotted path, line) of every repetition of a key within its object.
     """
 
@@ -157,7 +157,7 @@ class _JsonScan:
         self._last = ""  # the last token other than a line break
 
     def take(self, token: str) -> None:
-        """Process the next token."""
+        """Process the next token of the text."""
         if token == "\n":
             self._line += 1
             return
@@ -176,7 +176,7 @@ class _JsonScan:
         self._last = token
 
     def _add_key(self, inside: _Open, key: str) -> None:
-        """Record a key of the object ``inside``."""
+        """Record the line of ``key`` in the object ``inside``, and whether it is a duplicate."""
         self._key = key
         path = inside.inner(key)
         if key in inside.keys:

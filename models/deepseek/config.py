@@ -23,16 +23,16 @@ class DeepseekConfig:
     """Sizes and switches of a DeepSeek model, with short names for the keys of config.json.
 
     Attributes:
-        nope: key channels of a head without rotary embedding.
-        rope: key channels of a head with rotary embedding.
-        v: value channels of a head.
+        nope: number of key channels of a head without rotary embedding.
+        rope: number of key channels of a head with rotary embedding.
+        v: number of value channels of a head.
         kv_lora: rank of the latent keys and values.
-        q_lora: rank of the queries; None: full rank.
-        topk: routed experts per token.
+        q_lora: rank of the latent queries; None: queries are projected directly.
+        topk: number of routed experts per token.
         shared: number of shared experts.
         sigmoid: score experts by sigmoid with a correction bias, as V3 does; False: by softmax.
         groups: number of groups of experts; 1 if the gate is not limited to groups.
-        topk_groups: number of groups that a token's experts may come from; 1 in the same case.
+        topk_groups: number of groups that a token's experts may come from; 1 if ``groups`` is 1.
         renormalize: scale the weights of a token's experts to a sum of 1.
         scale: factor on the output of the routed experts.
         interleaved: the rotary channels are stored as interleaved pairs.
@@ -64,7 +64,7 @@ class DeepseekConfig:
 
     @classmethod
     def read(cls, facts: ModelFacts) -> DeepseekConfig:
-        """Read the configuration from the model's facts.
+        """Return the configuration that the model's config.json states.
 
         Raises:
             KeyError: config.json lacks a required size.
@@ -99,7 +99,7 @@ class DeepseekConfig:
 
 
 def is_dense(facts: ModelFacts, layer: int) -> bool:
-    """Return whether a layer has a dense MLP instead of experts."""
+    """Return whether layer ``layer`` has a dense MLP instead of experts."""
     return (
         not facts.n_routed_experts
         or layer < stated(facts, "first_k_dense_replace")
@@ -108,12 +108,12 @@ def is_dense(facts: ModelFacts, layer: int) -> bool:
 
 
 def topk_method(facts: ModelFacts) -> str:
-    """Return ``topk_method``, or the family's default if config.json does not state it."""
+    """Return how the gate chooses experts: config.json's ``topk_method``, or its default."""
     return str(facts.config.get("topk_method") or default_method(facts.architecture, facts.config))
 
 
 def default_method(architecture: str, config: Mapping[str, Any]) -> str:
-    """Return the default ``topk_method``, for a config.json that does not state it."""
+    """Return the ``topk_method`` of an ``architecture`` whose config.json does not state one."""
     if architecture.startswith("DeepseekV3"):
         return BIAS_METHOD
     return "group_limited_greedy" if (config.get("n_group") or 1) > 1 else "greedy"

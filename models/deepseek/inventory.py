@@ -26,7 +26,7 @@ from glowplug.models.inventory import (
 
 
 def normalise(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the defaults of a missing ``topk_method`` or ``scoring_func``.
+    """Return config.json with defaults for ``topk_method`` and ``scoring_func`` if missing.
 
     transformers drops both keys for V3 when it saves a model.
     """
@@ -39,7 +39,7 @@ def normalise(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def deepseek_inventory(model: ModelFacts) -> Inventory:
-    """Return the tensors and sizes of a DeepSeek model and of its next-token layers."""
+    """Return the tensors and layer sizes of a DeepSeek model, including its NextN layers."""
     target = model.num_layers
     layers = range(target + model.nextn_layers)
     routed = tuple(not is_dense(model, layer) for layer in layers)
@@ -68,7 +68,7 @@ def deepseek_inventory(model: ModelFacts) -> Inventory:
 
 
 def _attention(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return the projections and norms of latent attention."""
+    """Return the projections and norms of latent attention in ``layers``."""
     value = stated(model, "v_head_dim") or model.head_dim
     up = model.head_dim - model.qk_rope_head_dim + value
     rank = model.kv_lora_rank
@@ -90,7 +90,7 @@ def _attention(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
 
 
 def _queries(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return the tensors of the query projection, directly or through a latent."""
+    """Return the tensors that project hidden states to queries, directly or through a latent."""
     rank = stated(model, "q_lora_rank")
     if not rank:
         return [query_projection(model, layers, model.hidden_size)]
@@ -102,13 +102,13 @@ def _queries(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
 
 
 def _down(model: ModelFacts, layers: Sequence[int], name: str, rows: int) -> TensorSpec:
-    """Return the weight of a projection of hidden states to a latent."""
+    """Return the weight of the projection ``name`` from hidden states to ``rows`` channels."""
     size = (rows, model.hidden_size)
     return TensorSpec(f"{ATTENTION}.{name}.weight", WHOLE, *size, layers, quantized=True)
 
 
 def _experts(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return gate, routed experts and shared expert of the layers that have them."""
+    """Return the tensors of gate, routed experts and shared expert in ``layers``."""
     width = stated(model, "moe_intermediate_size")
     count = model.n_routed_experts
     found = [
@@ -135,9 +135,9 @@ def _experts(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
 
 
 def _nextn(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return the tensors of a next-token layer beside those of a decoder layer.
+    """Return the tensors that NextN layers have in addition to those of a decoder layer.
 
-    Its own embedding and head are optional: without them the layer uses the target's.
+    A layer's own embedding and head are optional: without them the layer uses the target's.
     """
     hidden = model.hidden_size
     vocab = (model.vocab_size, hidden)

@@ -30,7 +30,7 @@ def deepseek_rope(context: BuildContext, config: DeepseekConfig) -> Rope:
 def deepseek_layer(
     context: BuildContext, config: DeepseekConfig, name: str, layer: int, index: int
 ) -> DecoderLayer:
-    """Build one decoder layer.
+    """Build one DeepSeek decoder layer: latent attention, then a dense MLP or experts.
 
     Args:
         layer: index of the layer in the checkpoint.

@@ -64,10 +64,10 @@ class DeepseekNextN(Module):
         self._elsewhere = frozenset(self.elsewhere())
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """Run the layer on one batch.
+        """Run the NextN layer on one batch.
 
         Args:
-            input_ids: int64 [T], the token after each position.
+            input_ids: int64 [T], the token that follows each position.
             positions: int64 [T].
             batch: ``batch.extra[PREVIOUS_HIDDEN]`` has the target's hidden states [T, hidden].
 
@@ -83,7 +83,7 @@ class DeepseekNextN(Module):
     ) -> None:
         """Write the KV cache for tokens from which nothing is drafted.
 
-        The model has only this layer, so later tokens need nothing else of these tokens.
+        The model has only this layer, so later tokens need only the cache entries of these tokens.
 
         Args:
             input_ids: int64 [T], as in ``forward``.
@@ -102,7 +102,10 @@ class DeepseekNextN(Module):
         return self._head(hidden)
 
     def ignored(self, name: str) -> bool:
-        """Return True for tensors of the target, rotary frequencies, and experts of other ranks."""
+        """Return whether checkpoint tensor ``name`` is not loaded into this layer.
+
+        Such tensors are those of the target, rotary frequencies, and experts of other ranks.
+        """
         return (
             not name.startswith(f"{self.prefix}.")
             or name.endswith("rotary_emb.inv_freq")

@@ -33,9 +33,9 @@ PLAIN_TOKENS_MAX = 48  #: most tokens of any other answer
 
 @torch.no_grad()
 def greedy(model: Network, prompts: Sequence[list[int]], most: int) -> list[list[int]]:
-    """Return greedy continuations of at most ``most`` tokens.
+    """Return the greedy continuation of each prompt, at most ``most`` tokens long.
 
-    All prompts are one right-padded batch, which is recomputed in full at every step.
+    All prompts form one right-padded batch, which is computed anew for every token.
     """
     device = model.frequencies.device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -69,7 +69,7 @@ def _hidden(model: Network, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def complete(model: Network, folder: Path, tasks: Sequence[Task]) -> list[str]:
-    """Return the network's greedy answers to tasks; ``folder`` has the tokenizer."""
+    """Return the network's greedy answers to ``tasks``; ``folder`` contains the tokenizer."""
     coder = tokenizer.load(folder)
     texts = [""] * len(tasks)
     for think, most in ((False, PLAIN_TOKENS_MAX), (True, THINK_TOKENS_MAX)):
@@ -84,7 +84,7 @@ def complete(model: Network, folder: Path, tasks: Sequence[Task]) -> list[str]:
 
 
 def task_scores(model: Network, folder: Path, count: int) -> dict[str, float]:
-    """Return the percentage of exact matches on the first ``count`` held-out tasks."""
+    """Return the percentage of exact answers to ``count`` held-out tasks, per kind and in all."""
     tasks = held_out_tasks(count)
     return score(tasks, complete(model, folder, tasks))
 
@@ -95,7 +95,7 @@ def answer(model: Network, folder: Path, question: str, *, think: bool = False) 
 
 
 def held_out_chats(folder: Path, count: int = 400, seed: int = 7) -> list[str]:
-    """Return whole held-out conversations: half tasks, half question-answer pairs."""
+    """Return ``count`` held-out conversations as text: half tasks, half question-answer pairs."""
     rng = random.Random(seed)
     tasks = [make_task(rng, test=True) for _ in range(count // 2)]
     chats = [tokenizer.prompt_text((), t.prompt, think=t.think) + t.completion for t in tasks]
@@ -108,9 +108,9 @@ def held_out_chats(folder: Path, count: int = 400, seed: int = 7) -> list[str]:
 def agreement(model: Network, folder: Path, count: int = 400) -> dict[str, float]:
     """Return the percentage of positions at which the MTP layer and the main model agree.
 
-    From h(i) and the true id i+1 the MTP layer predicts id i+2; the main model predicts it from
-    h(i+1). The most likely ids are compared at all positions of held-out chats, and separately at
-    the positions of the answers.
+    From hidden state i and the true token id i + 1 the MTP layer predicts id i + 2; the main model
+    predicts this id from hidden state i + 1. The most likely ids are compared at all positions of
+    held-out chats ("all"), and separately at the positions of the answers ("answers").
     """
     coder = tokenizer.load(folder)
     same: dict[str, list[Tensor]] = {"all": [], "answers": []}
@@ -127,7 +127,7 @@ def agreement(model: Network, folder: Path, count: int = 400) -> dict[str, float
 
 
 def main() -> None:
-    """Score a checkpoint through the engine."""
+    """Score a checkpoint on the held-out tasks through the engine, and print the result."""
     # NOTE: the only import of an entry point, needed only when run as a script.
     from glowplug import LLM, SamplingParams
 

@@ -29,10 +29,10 @@ class Task:
 
     Attributes:
         kind: a key of ``MAKERS``.
-        key: the content, independent of the wording.
+        key: the content of the question, independent of its wording.
         prompt: the question.
         answer: the exact answer.
-        reasoning: the short working that precedes the answer in think form.
+        reasoning: the short reasoning text that precedes the answer in think form.
         think: True if the question is asked in think form.
     """
 
@@ -53,7 +53,7 @@ TaskTexts = tuple[str, str, str, str]  # key, prompt, answer, reasoning
 
 
 def held_out(kind: str, key: str) -> bool:
-    """Return True if this content belongs to the held-out set."""
+    """Return True if the content ``key`` of this kind belongs to the held-out set."""
     digest = hashlib.blake2b(f"{kind}|{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_BUCKETS == 0
 
@@ -147,7 +147,7 @@ def _sentence(rng: random.Random) -> str:
 
 
 def _items(rng: random.Random, low: int, high: int) -> list[str]:
-    """Return distinct items of one sort: words, letters or numbers."""
+    """Return ``low`` to ``high`` distinct random words, letters or numbers."""
     size = rng.randint(low, high)
     pool: Sequence[str] = rng.choice(
         (NOUNS, NOUNS, LETTERS.upper(), NAMES, [str(n) for n in range(100)])
@@ -156,9 +156,9 @@ def _items(rng: random.Random, low: int, high: int) -> list[str]:
 
 
 def _listed(rng: random.Random, items: Sequence[str]) -> str:
-    """Return the items joined in one of the ways users write lists.
+    """Return the items as one text, separated in one of the ways in which users write lists.
 
-    Answers and keys always use a comma and a space.
+    In answers and keys of tasks, lists always have a comma and a space.
     """
     return rng.choices((", ", " ", ",", " and "), (16, 3, 1, 1))[0].join(items)
 
@@ -333,7 +333,10 @@ KINDS: tuple[str, ...] = tuple(MAKERS)
 def make_task(
     rng: random.Random, *, kind: str | None = None, test: bool = False, think: bool | None = None
 ) -> Task:
-    """Draw one task of the training set, or of the held-out set if ``test``."""
+    """Return a random task of the training set, or of the held-out set if ``test``.
+
+    ``kind``, ``think``: kind and form of the task; None: drawn at random too.
+    """
     kind = kind or rng.choice(KINDS)
     while True:
         key, prompt, answer, reasoning = MAKERS[kind](rng)
@@ -343,7 +346,10 @@ def make_task(
 
 
 def held_out_tasks(count: int = 500, seed: int = 2026) -> list[Task]:
-    """Return the fixed evaluation set: kinds in turn, distinct contents, a few in think form."""
+    """Return the fixed evaluation set of ``count`` tasks with distinct contents.
+
+    Kinds follow each other in turn; a few tasks are in think form.
+    """
     return list(_distinct(random.Random(seed), count))
 
 
@@ -362,13 +368,16 @@ def final_answer(text: str) -> str:
 
 
 def is_correct(task: Task, text: str) -> bool:
-    """Return True if the answer matches exactly; think form must also close its reasoning."""
+    """Return True if the final answer in ``text`` equals the task's answer.
+
+    In think form, ``text`` must also close its reasoning.
+    """
     closed = not task.think or "</think>" in text
     return closed and final_answer(text) == task.answer
 
 
 def score(tasks: Sequence[Task], texts: Sequence[str]) -> dict[str, float]:
-    """Return the percentage of exact matches per kind and under "all"."""
+    """Return the percentage of correct ``texts`` for each kind of task, and for all under "all"."""
     hits: dict[str, list[bool]] = {"all": []}
     for task, text in zip(tasks, texts, strict=True):
         for name in ("all", task.kind, *(("think",) if task.think else ())):

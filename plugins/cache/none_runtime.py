@@ -13,7 +13,7 @@ NO_PAGES: NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 class NoCache:
-    """The :class:`~glowplug.core.protocols.PrefixCache` that keeps no pages."""
+    """The :class:`~glowplug.core.protocols.PrefixCache` that caches nothing."""
 
     shares = False
 

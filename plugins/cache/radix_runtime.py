@@ -35,8 +35,8 @@ class Node:
         parent: Parent node; None at a root.
         salt: Salt of the tree.
         children: Children by the bytes of their first page's tokens.
-        locks: Locks on this node or below it.
-        used: Value of the cache's use counter at the last use.
+        locks: Number of locks on this node or below it.
+        used: Value of the cache's use counter when the node was last used.
         alive: False once the node was removed from the tree.
     """
 
@@ -55,9 +55,9 @@ NODE_END = -1  #: value of ``Spot.pages`` for the end of the node, wherever late
 
 @dataclass(eq=False, slots=True)
 class Spot:
-    """The end of a match: ``pages`` pages into ``node``.
+    """The place in the tree where a matched prefix ends: after ``pages`` pages of ``node``.
 
-    Locking splits the node at the spot and pins the spot to the end of its node.
+    Locking the match splits the node here, so that the prefix ends where its node ends.
     """
 
     node: Node
@@ -65,10 +65,10 @@ class Spot:
 
 
 class RadixCache:
-    """A :class:`~glowplug.core.protocols.PrefixCache` over the plan's pages.
+    """The :class:`~glowplug.core.protocols.PrefixCache` that stores prefixes in a radix tree.
 
-    The handle of a match is valid until the next ``insert`` or ``evict``, or, once locked, until it
-    is unlocked.
+    The result of ``match`` is valid until the next ``insert`` or ``evict``; once locked, until the
+    unlocking.
     """
 
     shares = True
@@ -99,7 +99,7 @@ class RadixCache:
         )
 
     def insert(self, tokens: Ints, pages: Ints, salt: str) -> Ints:
-        """Add the pages of ``tokens`` to the tree. Return the pages that the caller gets back.
+        """Add the pages of ``tokens`` to the tree. Return the pages that the caller may reuse.
 
         Returns:
             Given pages that the tree does not need, because it already holds their tokens in other
@@ -128,9 +128,9 @@ class RadixCache:
         return np.concatenate(unneeded)
 
     def lock(self, match: PrefixMatch, delta: int) -> None:
-        """Lock (+1) or unlock (-1) the path of a match.
+        """Lock (``delta`` = 1) or unlock (-1) the nodes of a match against eviction.
 
-        Both mark the path as used now: its use begins with the lock, or ends with the unlock.
+        Both mark the nodes as used now, because their use begins or ends.
         """
         if match.handle is None:
             return
@@ -175,7 +175,7 @@ class RadixCache:
         assert self.max_pages is None or self._held <= self.max_pages, "more pages than max_pages"
 
     def _check_tree(self) -> list[Node]:
-        """Check every node of the tree; return all nodes but the roots."""
+        """Check the invariants of every node of the trees; return all nodes except the roots."""
         seen = []
         offered = {id(node) for used, _, node in self._leaves if node.used == used}
         for salt, root in self._roots.items():
@@ -198,7 +198,7 @@ class RadixCache:
         return self._roots[salt]
 
     def _walk(self, root: Node, tokens: Ints) -> tuple[Spot, list[Ints]]:
-        """Return the deepest spot whose path is a prefix of ``tokens``, and the path's pages."""
+        """Return the spot where the longest cached prefix of ``tokens`` ends, and its pages."""
         size = self.page_size
         node = root
         at = 0
@@ -228,7 +228,7 @@ class RadixCache:
     def _split(self, spot: Spot) -> Node:
         """Return the node that ends exactly at ``spot``, splitting the spot's node if necessary.
 
-        The spot's node object becomes the lower half of the split.
+        After a split, the old node object is the lower half; the upper half is new.
         """
         node = spot.node
         at = spot.pages
@@ -286,7 +286,7 @@ class RadixCache:
         return given
 
     def _prune(self, node: Node) -> None:
-        """Remove a salt whose root has no children and no locks; other nodes are left alone."""
+        """Remove ``node`` if it is the root of a salt, without children and locks."""
         if (
             node.parent is None
             and not node.children
@@ -297,7 +297,7 @@ class RadixCache:
             node.alive = False
 
     def _make_room(self, node: Node, wanted: int) -> tuple[int, Ints]:
-        """Make room for ``wanted`` new pages below ``node`` within ``max_pages``.
+        """Evict pages so that ``wanted`` new ones below ``node`` stay within ``max_pages``.
 
         Returns:
             The number of new pages that may be kept, and the pages evicted for them.
@@ -315,7 +315,7 @@ class RadixCache:
     # ---- age and locks ---------------------------------------------------------------------------
 
     def _touch(self, node: Node) -> None:
-        """Mark the path to ``node`` as used now, so that no ancestor was used less recently."""
+        """Mark ``node`` and its ancestors as used now, so that no ancestor seems less recent."""
         self._clock += 1
         at: Node | None = node
         while at is not None:
@@ -340,7 +340,7 @@ class RadixCache:
         return node.alive and not node.locks and not node.children and len(node.pages) > 0
 
     def _offer(self, node: Node) -> None:
-        """Queue ``node`` for eviction if it has become an unlocked leaf."""
+        """Add ``node`` to the candidates for eviction if it has become an unlocked leaf."""
         if not self._evictable(node):
             return
         if len(self._leaves) > 4 * self._nodes + 64:

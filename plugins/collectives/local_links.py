@@ -20,12 +20,12 @@ KEY = "address of rank 0"
 
 
 class LocalLinks:
-    """The connections of a rank: to rank 0, or from rank 0 to all others.
+    """Socket connections of a rank of one host: to rank 0, or from rank 0 to all other ranks.
 
     Args:
         rank: This rank.
         ranks: Number of ranks.
-        store: The ranks' store, over which they find rank 0.
+        store: The rendezvous store, in which rank 0 gives its address.
         timeout: Seconds to wait for another rank.
 
     Raises:
@@ -68,11 +68,11 @@ class LocalLinks:
             peer.sendall(HEAD.pack(self._rank))
 
     def broadcast(self, data: bytes | None, operation: str = "broadcast_bytes") -> bytes:
-        """Return rank 0's ``data``, which other ranks leave out.
+        """Send rank 0's ``data`` to all ranks, and return it on each of them.
 
         Args:
-            data: The bytes; None on other ranks than rank 0.
-            operation: The name of the exchange in errors.
+            data: The bytes to send, on rank 0; None on all other ranks.
+            operation: Name of the operation in error messages.
         """
         if self._rank:
             return self._receive(0, operation)
@@ -82,7 +82,10 @@ class LocalLinks:
         return data
 
     def gather(self, data: bytes, operation: str = "all_gather_bytes") -> list[bytes]:
-        """Return the data of every rank, by rank; ``operation`` is its name in errors."""
+        """Return the ``data`` of every rank, in order of ranks.
+
+        ``operation``: name of the operation in error messages.
+        """
         if self._rank == 0:
             every = [data]
             every += [self._receive(rank, operation) for rank in range(1, self._ranks)]
@@ -96,7 +99,7 @@ class LocalLinks:
         return [joined[start:end] for start, end in zip(ends, ends[1:])]
 
     def gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return int64 [ranks, N] of every rank's ``values`` int64 [N]."""
+        """Return the ``values``, int64 [N], of every rank as one array, int64 [ranks, N]."""
         every = b"".join(self.gather(values.tobytes(), "all_gather_numbers"))
         return np.frombuffer(every, np.int64).reshape(self._ranks, len(values))
 
@@ -133,7 +136,10 @@ class LocalLinks:
 
     @contextmanager
     def _errors(self, operation: str, rank: int | None = None) -> Iterator[None]:
-        """Turn errors of sockets into a CollectiveError."""
+        """Turn socket errors in the ``with`` block into a CollectiveError.
+
+        The error names ``operation`` and, unless None, the other ``rank``.
+        """
         try:
             yield
         except OSError as error:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """The ``Collectives`` of one rank."""
+    """``Collectives`` for an engine of one rank, which exchanges nothing."""
 
     def __init__(self, options: LocalOptions, plan: EnginePlan, worker: Worker) -> None:
         del options, plan

@@ -21,7 +21,7 @@ class PeerMemoryOptions(TorchDistributedOptions):
 
 
 def check_peer_memory(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse ranks on several hosts and more ranks than a host has GPUs."""
+    """Refuse plans with ranks on several hosts, or with more ranks than the host has GPUs."""
     if context.values.hosts > 1:
         yield Refusal(
             NAME,

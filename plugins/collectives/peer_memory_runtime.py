@@ -77,12 +77,13 @@ NORM_FORMATS = {
 
 
 class Alarm:
-    """The report of a kernel that has waited in vain.
+    """Memory in which a kernel reports that it waited for a peer's data in vain.
 
     Attributes:
-        fault: int64 [2] on the device: 0 or 1 + number of the rank that is waited for, and the
-            address of ``seen``.
-        seen: int32 [1] in pinned host memory, a copy that the host reads without waiting.
+        fault: int64 [2] on the device: 0, or 1 + the number of the rank whose data are missing;
+            then the address of ``seen``.
+        seen: int32 [1] in pinned host memory, a copy of ``fault[0]``, which the host reads
+            without waiting for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,15 +92,15 @@ class Alarm:
 
 
 class PeerGroup:
-    """The exchange among the ranks of one axis.
+    """Collective operations among the GPUs of one mesh axis, through each other's memory.
 
     Args:
         name: name of the group, equal on all its ranks and unique in this process.
         rank: this rank's number in the group.
         ranks: number of ranks in the group.
-        store: the group's part of the rendezvous.
-        sizes: sizes of the buffers.
-        alarm: report of failures.
+        store: the group's part of the rendezvous store.
+        sizes: sizes of the group's buffers.
+        alarm: memory for reports of peers whose data are missing.
         limit: seconds that a kernel waits for a peer.
 
     Raises:
@@ -151,7 +152,7 @@ class PeerGroup:
         self.small, self.large, self.terms, self.sums, self.gather, self.norm = found
 
     def all_reduce(self, x: Tensor) -> Tensor | None:
-        """Return the sum of contiguous x over the ranks; None if NCCL is to compute it.
+        """Return the sum of contiguous x over the ranks; None if NCCL is to compute the sum.
 
         Two ranks send large tensors in pieces, so that they need no buffers of NCCL (870 MB for two
         H200).
@@ -168,7 +169,7 @@ class PeerGroup:
         return torch.cat([one_shot(piece, whole) for piece in pieces]).view(x.shape)
 
     def all_gather(self, x: Tensor, side_by_side: bool) -> Tensor | None:
-        """Return contiguous x [R, N] of every rank; None if NCCL is to gather it.
+        """Return x, contiguous [R, N], gathered from every rank; None if NCCL is to gather x.
 
         Args:
             x: this rank's rows.
@@ -187,12 +188,12 @@ class PeerGroup:
         return every.flatten(1) if side_by_side else every.flatten(0, 1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor | None:
-        """Return this rank's rows of the sum of contiguous x; None if no buffer fits."""
+        """Sum contiguous x over the ranks and return this rank's rows; None if no buffer fits."""
         fits = self.gather is not None and self.gather.fits(x, self.ranks)
         return reduce_scatter(x, self.gather) if fits and self.gather is not None else None
 
     def norm_buffers(self, residual: Tensor) -> PeerBuffers | None:
-        """Return the buffers of a sum that is fused with a norm; None if they are too small.
+        """Return the buffers for a sum over ranks fused with a norm; None if they are too small.
 
         Args:
             residual: [T, hidden].
@@ -204,7 +205,7 @@ class PeerGroup:
         return buffers if size <= buffers.tile and rows * buffers.tile <= buffers.capacity else None
 
     def close(self) -> None:
-        """Forget the group's name, so that another engine of this process can use it."""
+        """Release the group's name, so that another engine of this process can use the name."""
         c10d._unregister_process_group(self.name)
 
 
@@ -238,10 +239,10 @@ class PeerMemory(Nccl):
         }
 
     def _connect(self, plan: EnginePlan, limit: float) -> str:
-        """Connect to the peers of every axis.
+        """Connect this rank to its peers on every mesh axis.
 
         Returns:
-            The reason why it is impossible; "" if the ranks are connected.
+            "", or the reason why the GPUs cannot use each other's memory.
         """
         own = torch.device(self._device).index or 0
         for members in sorted(set(self._members.values())):
@@ -271,7 +272,7 @@ class PeerMemory(Nccl):
         self._peers.clear()
 
     def check(self) -> None:
-        """Raise if a kernel has waited for a peer in vain.
+        """Raise an error if a kernel has waited for a peer's data in vain.
 
         Raises:
             CollectiveError: a peer has not sent its data in time.
@@ -304,11 +305,12 @@ class PeerMemory(Nccl):
         return super().reduce_scatter(x, axis) if found is None else found
 
     def reduced_norm(self, input_format: str, add_norm: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that sums over the ranks, adds the residual and norms the sum.
+        """Return a function that sums tensors over the ranks, adds a residual and norms the sum.
 
         Args:
             input_format: format of the norm's results.
-            add_norm: norm with residual and results in this format, for sums that no buffer fits.
+            add_norm: residual addition and norm with results in this format, used for tensors that
+                fit no buffer.
         """
         kind = NORM_FORMATS.get(input_format)
 

@@ -27,12 +27,13 @@ NORM_ROWS_MAX = 512  #: most tokens of an all-reduce that is fused with a norm
 
 
 class BufferSize(NamedTuple):
-    """Capacity and tile of one kind of buffers, in 16-bit words; see ``PeerBuffers``.
+    """Capacity of one kind of buffers and size of their tiles; see ``PeerBuffers``.
 
     Attributes:
-        capacity: words that a rank can send to a peer in one call; 0: there are none.
-        tile: words per tile.
-        tiles: tiles whose turns are counted; 0: those of ``capacity``.
+        capacity: number of 16-bit words that a rank can send to a peer in one call; 0: the group
+            has no such buffers.
+        tile: number of 16-bit words per tile.
+        tiles: number of tiles whose turns are counted; 0: as many as ``capacity`` holds.
     """
 
     capacity: int
@@ -41,13 +42,16 @@ class BufferSize(NamedTuple):
 
 
 class PeerSizes(NamedTuple):
-    """The buffers of one group of ranks.
+    """Sizes of the buffers of one group of ranks, by the operation that uses them.
+
+    In a two-shot all-reduce each rank owns a part of the tensor: it receives the other ranks' terms
+    of this part, and sends their sum to all ranks.
 
     Attributes:
         small: one-shot all-reduce of small tensors.
         large: one-shot all-reduce of larger tensors.
-        terms: two-shot all-reduce: what owners sum.
-        sums: two-shot all-reduce: what owners send.
+        terms: first half of a two-shot all-reduce, in which owners receive terms.
+        sums: second half of a two-shot all-reduce, in which owners send sums.
         gather: all-gather and reduce-scatter.
         norm: all-reduce fused with a norm; a tile is a token.
     """
@@ -60,12 +64,12 @@ class PeerSizes(NamedTuple):
     norm: BufferSize
 
     def bytes(self, ranks: int) -> int:
-        """Return the bytes of one rank's receiving buffers."""
+        """Return the bytes of the receiving buffers of one rank in a group of ``ranks`` ranks."""
         return sum(BUFFERS * (ranks - 1) * size.capacity * WORD for size in self)
 
 
 def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
-    """Return the sizes of the buffers of a group.
+    """Return the sizes of the buffers of one group of ranks.
 
     Args:
         ranks: number of ranks in the group.
@@ -89,7 +93,7 @@ def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
 
 
 def buffer_bytes(mesh: Mapping[str, int], hidden: int, tokens: int) -> int:
-    """Return the bytes of a rank's receiving buffers in all its groups.
+    """Return the bytes of one rank's receiving buffers in its groups on all mesh axes.
 
     Args:
         mesh: mesh axis -> size.
@@ -101,10 +105,10 @@ def buffer_bytes(mesh: Mapping[str, int], hidden: int, tokens: int) -> int:
 
 
 def one_shot_bytes(ranks: int) -> int:
-    """Return the largest tensor of a one-shot all-reduce over ``ranks`` ranks, in bytes."""
+    """Return the bytes of the largest tensor that ``ranks`` ranks sum by one-shot all-reduce."""
     return next((size for most, size in ONE_SHOT_BYTES.items() if ranks <= most), 0)
 
 
 def _tiles(size: int, tile: int) -> BufferSize:
-    """Return a buffer for ``size`` bytes, rounded up to whole tiles."""
+    """Return the size of a buffer for ``size`` bytes, in tiles of ``tile`` words, rounded up."""
     return BufferSize(-(-size // (tile * WORD)) * tile, tile)

@@ -16,12 +16,12 @@ POLL_SECONDS = 0.02  #: interval between checks for missing ranks
 
 
 def open_store(address: str, rank: int, ranks: int, timeout: float) -> Store:
-    """Open the store at ``address``.
+    """Open the rendezvous store at ``address``, over which ranks find each other.
 
     Args:
         address: "file://PATH", "tcp://HOST:PORT" (rank 0 listens), or "env://" (torchrun's
-            environment variables). "tcp://HOST:PORT/PREFIX?held" is a part of a store that another
-            process holds.
+            environment variables). "tcp://HOST:PORT/PREFIX?held" is a store that another process
+            runs, with PREFIX before all keys.
         rank: This rank.
         ranks: Number of ranks.
         timeout: Seconds to wait.
@@ -57,9 +57,9 @@ def open_store(address: str, rank: int, ranks: int, timeout: float) -> Store:
 
 
 def _environment_store(rank: int, ranks: int, timeout: float) -> Store:
-    """Open the store at MASTER_ADDR and MASTER_PORT.
+    """Open the rendezvous store at MASTER_ADDR and MASTER_PORT, torchrun's variables.
 
-    The torchrun agent may already host the store, and reuse it after a restart.
+    The torchrun agent may already run the store, and reuse it after a restart.
     """
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
@@ -95,9 +95,9 @@ def await_ranks(store: Store, rank: int, ranks: int, timeout: float, what: str) 
 
 
 def own_address(address: str) -> str:
-    """Return this host's address on the route to the rendezvous.
+    """Return this host's address on the network route to the rendezvous store at ``address``.
 
-    It is the loopback address if the rendezvous is a file, because all ranks are then on one host.
+    Return the loopback address if the store is a file, because all ranks are then on one host.
     """
     place = urlsplit(address)
     host = os.environ.get("MASTER_ADDR") if place.scheme == "env" else place.hostname

@@ -39,7 +39,7 @@ class Gloo:
         options: The component's options.
         plan: The plan, with the mesh.
         worker: The rank.
-        store: Replaces the store at ``worker.rendezvous``.
+        store: Store to use instead of the one at ``worker.rendezvous``; None: use that one.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Gloo:
         return GlooLinks(group, self._rank, self._ranks, self._await)
 
     def _shared(self, axis: str, members: tuple[int, ...]) -> Any:
-        """Return the process group of an axis; axes that connect the same ranks share one group.
+        """Return the process group for ``axis``; axes that connect the same ranks share one group.
 
         ``members``: the ranks that the axis connects.
         """
@@ -117,7 +117,10 @@ class Gloo:
         return dist.ProcessGroupGloo.create_device(hostname=own_address(self._rendezvous))
 
     def _call(self, operation: str, axis: str, work: Callable[[], Any]) -> Any:
-        """Run ``work`` and turn its errors into a CollectiveError."""
+        """Run ``work`` and return its result; turn its errors into a CollectiveError.
+
+        ``operation`` and ``axis`` are named in the error.
+        """
         try:
             return work()
         except (RuntimeError, OSError) as error:
@@ -126,7 +129,7 @@ class Gloo:
             ) from error
 
     def _await(self, operation: str, axis: str, start: Callable[[], Any]) -> None:
-        """Start an operation and wait for it."""
+        """Call ``start``, which starts an asynchronous operation, and wait for its end."""
         self._call(operation, axis, lambda: start().wait())
 
     # ---- along an axis, on the device ------------------------------------------------------------
@@ -167,7 +170,7 @@ class Gloo:
         """Exchange contiguous sent [ranks, ...] by all-to-all in the process group ``members``.
 
         Returns:
-            [ranks, ...]: row i is the row that rank i has sent here.
+            [ranks, ...]: row i is the row that rank i has sent to this rank.
         """
         received = torch.empty_like(sent)
         self._await(operation, axis, lambda: members.alltoall_base(received, sent, [], []))
@@ -223,7 +226,7 @@ class Gloo:
         return self._links.gather_numbers(values)
 
     def close(self) -> None:
-        """Release the groups; idempotent.
+        """Release the process groups. Idempotent.
 
         Peers that still wait for this rank get a CollectiveError.
         """
@@ -233,7 +236,7 @@ class Gloo:
 
 
 class Nccl(Gloo):
-    """The ``Collectives`` between CUDA devices; exchanges of host data still use gloo."""
+    """``Collectives`` between CUDA devices over NCCL; host data goes as with ``Gloo``."""
 
     def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
         self._await("all_reduce", axis, lambda: members.allreduce([x]))

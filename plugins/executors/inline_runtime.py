@@ -23,7 +23,7 @@ log = logging.getLogger("glowplug")
 
 
 class InlineExecutor:
-    """An ``Executor`` of one rank, in the calling process.
+    """The ``Executor`` that runs a single rank in the calling process.
 
     ``submit`` and ``outputs`` may be called from different threads.
     """

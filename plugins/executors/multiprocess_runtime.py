@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MultiprocessExecutor:
-    """An ``Executor`` over spawned processes.
+    """The ``Executor`` that runs each rank in a spawned process of this host.
 
     ``submit`` and ``outputs`` may be called from different threads.
     """

@@ -18,7 +18,7 @@ FAILED_EXIT = 1  #: exit code of an actor that ends because its executor has gon
 
 
 class Queues:
-    """The rank's end of the connection to its executor, as a pair of queues."""
+    """A rank's connection to its executor: a queue of frames received and one of frames to send."""
 
     def __init__(self) -> None:
         self._inbox: SimpleQueue[bytes] = SimpleQueue()
@@ -83,7 +83,7 @@ class RankActor:
         os._exit(FAILED_EXIT)
 
     def identity(self, plan_json: bytes) -> bytes:
-        """Return this host's facts that must equal the executor's: ``host_identity.identity``."""
+        """Return the facts of this host that must equal those of the executor's host, as JSON."""
         return identity(EnginePlan.from_json(plan_json))
 
     def place(self) -> tuple[str, int]:

@@ -41,7 +41,7 @@ PLACE = 60.0  #: seconds that Ray may take to place the ranks, or to answer
 
 
 class RayExecutor:
-    """An ``Executor`` over Ray actors.
+    """The ``Executor`` that runs each rank as a Ray actor.
 
     The caller's process is the driver of Ray. It may run on any host of the cluster.
     """
@@ -69,7 +69,7 @@ class RayExecutor:
     # ---- start -----------------------------------------------------------------------------------
 
     def start(self, plan: EnginePlan) -> None:
-        """Place the actors, compare their hosts with this one, and wait until every rank is ready.
+        """Create the actors, compare their hosts with this one, and wait until the ranks are ready.
 
         Raises:
             PlanRefused: Ray cannot be reached or cannot place the ranks, or a host has other
@@ -127,7 +127,9 @@ class RayExecutor:
         self._own = True
 
     def _place(self, plan: EnginePlan) -> None:
-        """Create one actor per rank, with one bundle per host, so that its ranks are consecutive.
+        """Create one actor per rank.
+
+        Each host has one Ray bundle, so that its ranks are consecutive.
 
         Raises:
             PlanRefused: Ray has not enough resources.
@@ -236,7 +238,7 @@ class RayExecutor:
         return None
 
     def _poll_forever(self) -> None:
-        """Collect the frames of every actor until one of them fails or all have ended."""
+        """Collect the frames of every actor until an actor fails or all have ended."""
         try:
             for _ in self._rounds():
                 self._watch.look()
@@ -253,7 +255,7 @@ class RayExecutor:
             self._frames.put(b"")  # wakes a waiting ``outputs``
 
     def _rounds(self) -> Iterator[None]:
-        """Poll the actors, yielding after each round; stop when every actor has gone."""
+        """Poll the actors in rounds and yield after each one, until every actor has gone."""
         import ray
 
         pending = {actor.poll.remote(POLL): rank for rank, actor in enumerate(self._actors)}
@@ -266,7 +268,7 @@ class RayExecutor:
             yield
 
     def _take(self, rank: int, ref: Any) -> bool:
-        """Keep the frames of one finished poll. Return False if the actor has gone."""
+        """Store the frames that a poll of ``rank`` returned; return False if its actor has gone."""
         import ray
         from ray.exceptions import RayError
 
@@ -283,9 +285,9 @@ class RayExecutor:
         return True
 
     def _settle(self) -> None:
-        """Go on reading for a moment, then record the first cause as the reason of the failure.
+        """Read reports for a moment after a failure, then record its first cause as the reason.
 
-        The wait is longer while the only known troubles are lost peers.
+        The wait is longer while the only failures reported are lost connections to other ranks.
         """
         started = time.monotonic()
         for _ in self._rounds():

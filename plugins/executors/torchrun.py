@@ -31,7 +31,7 @@ class TorchrunOptions(ExecutorOptions):
 
 
 def check_torchrun(context: CheckContext) -> Iterator[Refusal]:
-    """Yield a refusal for a host number beyond the plan's hosts, or an invalid address."""
+    """Refuse a host number that the plan does not have, and an address that is not HOST:PORT."""
     options: TorchrunOptions = context.options
     hosts: int = context.values.hosts
     if options.host_rank >= hosts:

@@ -1,7 +1,7 @@
-"""Runtime of the torchrun executor: supervises this site's ranks.
+"""Runtime of the torchrun executor: supervises this host's ranks.
 
-The sites agree through the rendezvous store on the plan, on the start, and on the reason of the
-end.
+Under torchrun each process supervises one rank and counts as a host here. The hosts agree through
+the rendezvous store on the plan, on the start, and on the reason of the end.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ READ_SECONDS = 0.5  #: longest wait of one read, so the other hosts are checked 
 
 
 class TorchrunExecutor:
-    """An ``Executor`` of one site.
+    """The ``Executor`` on each host of an engine whose hosts are started separately.
 
-    On site 0 the executor serves the front end. On other sites it only supervises the ranks
+    On host 0 the executor serves the front end. On other hosts it only supervises the ranks
     (``leads`` is False).
     """
 
@@ -63,14 +63,14 @@ class TorchrunExecutor:
     # ---- start -----------------------------------------------------------------------------------
 
     def start(self, plan: EnginePlan) -> None:
-        """Meet the other sites, compare the plans, spawn the ranks, and wait until they are ready.
+        """Connect the hosts, compare their plans, spawn the ranks, and wait until they are ready.
 
-        Site 0 waits for every rank, other sites for their own ranks.
+        Host 0 waits for every rank, other hosts for their own ranks.
 
         Raises:
-            PlanRefused: the sites' plans differ; it is raised on every site, and nothing has been
+            PlanRefused: the hosts' plans differ; it is raised on every host, and nothing has been
                 loaded.
-            EngineDead: a rank or site failed or is not ready in time.
+            EngineDead: a rank or host failed or is not ready in time.
         """
         from glowplug.plugins.executors.ranks.host_link import HostLink
 
@@ -99,7 +99,7 @@ class TorchrunExecutor:
         return {**self._link.phases(), **self._ranks.watch.phases}
 
     def _loading(self, ranks: int) -> list[int]:
-        """Return the ranks that still load: on site 0 of all ``ranks``, else of this site."""
+        """Return the ranks that still load: on host 0 among all ``ranks``, else among its own."""
         phases = self._phases()
         return [
             rank
@@ -110,7 +110,7 @@ class TorchrunExecutor:
     # ---- serve -----------------------------------------------------------------------------------
 
     def submit(self, data: bytes) -> None:
-        """Send a frame to rank 0, which broadcasts it. For site 0 only."""
+        """Send a frame to rank 0, which broadcasts it. For host 0 only."""
         self._ranks.send(0, data)
 
     def outputs(self, timeout: float | None) -> bytes | None:
@@ -121,12 +121,12 @@ class TorchrunExecutor:
         return self._frames.popleft() if self._frames else None
 
     def _read(self, timeout: float | None) -> None:
-        """Receive frames from this site's ranks and check the ranks and the other sites.
+        """Receive frames from this host's ranks and check the ranks and the other hosts.
 
-        On site 0 the frames are kept for ``outputs``; other sites forward them to site 0.
+        On host 0 the frames are kept for ``outputs``; other hosts forward them to host 0.
 
         Raises:
-            EngineDead: a rank or site has failed, or the engine was stopped.
+            EngineDead: a rank or host has failed, or the engine was stopped.
         """
         link = self._link
         assert link is not None
@@ -146,9 +146,9 @@ class TorchrunExecutor:
             self._die(self._settle(link))
 
     def _settle(self, link: HostLink) -> Trouble:
-        """Go on reading for a moment, then return the first cause of the failure.
+        """Read reports for a moment after a failure, then return its first cause.
 
-        The wait is longer while the only known troubles are lost peers.
+        The wait is longer while the only failures reported are lost connections to other ranks.
         """
         started = time.monotonic()
         while True:
@@ -178,10 +178,10 @@ class TorchrunExecutor:
         raise error
 
     def stop(self) -> None:
-        """Stop this site's ranks.
+        """Stop this host's ranks.
 
-        On site 0 this ends the engine on all sites in an orderly way. On another site the engine
-        fails because this site has left.
+        On host 0 this call ends the engine on all hosts in an orderly way. On another host the
+        engine fails, because one of its hosts has left.
         """
         if self._dead is not None:
             return

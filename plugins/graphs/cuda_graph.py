@@ -106,7 +106,7 @@ def default_sizes() -> tuple[int, ...]:
 
 
 def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse batch sizes that leave nothing to capture, and more than one rank."""
+    """Refuse batch sizes and prefill settings with which nothing can be captured."""
     options: CudaGraphOptions = context.options
     smallest = min(options.batch_sizes or (1,))
     configured = context.config.scheduler.max_running_requests
@@ -132,7 +132,8 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
 def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refusal]:
     """Refuse prefill settings that leave nothing to capture or cannot be captured.
 
-    Prefill graphs need one rank, and components that can be captured in prefill.
+    Prefill graphs need ranks that exchange no tokens, and components that can be captured in
+    prefill.
     """
     smallest = min(options.prefill_tokens or (1,))
     if options.prefill is False and (options.prefill_tokens or options.max_prefill_tokens):
@@ -170,7 +171,7 @@ def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refus
 
 
 def _exchanges(context: CheckContext) -> bool:
-    """Return whether tokens move between ranks."""
+    """Return whether ranks send tokens to each other, as in expert parallelism."""
     found = context.of(ParallelOffers)
     return context.values.ranks > 1 and any(chosen.offers.exchanges for chosen in found)
 

@@ -39,8 +39,8 @@ RARE_SAMPLING = (
 class CudaGraph:
     """The ``protocols.GraphRunner`` over CUDA graphs.
 
-    Captures from the largest batch size to the smallest, so that each graph fits into the memory of
-    the one before, and then some sizes again for short rows (``Sizes.short_rows``).
+    The largest batch size is captured first, so that each further graph fits into the memory of
+    the one before. Then some sizes are captured again for short rows (``Sizes.short_rows``).
 
     Args:
         options: The runner's options.
@@ -139,7 +139,7 @@ class CudaGraph:
         self._sizes = {mode: sorted(graphs) for mode, graphs in self._decode_graphs.items()}
 
     def _capture_one(self, steps: Steps, graph: DecodeGraph) -> None:
-        """Capture a step in every sampling mode; a failure is raised or logged.
+        """Capture a decode or verify step in every sampling mode; raise or log a failure.
 
         Pieces that the modes share are captured with the first mode.
         """
@@ -168,10 +168,10 @@ class CudaGraph:
         )
 
     def _pass_failed(self, error: Exception, made: Pass) -> None:
-        """Handle the prefill graph ``made``, which could not be captured.
+        """Handle ``error``, which occurred in the capture of the prefill graph ``made``.
 
-        It stops start-up only if ``graphs.prefill = true`` was set explicitly; otherwise prefill
-        steps of that size run eagerly.
+        The error stops start-up only if ``graphs.prefill = true`` was set explicitly; otherwise
+        prefill steps of that size run eagerly.
         """
         stops = self._options.on_failure == "stop" and self._options.prefill is True
         self._failed(
@@ -186,7 +186,10 @@ class CudaGraph:
         )
 
     def _extend_failed(self, error: Exception, tokens: int) -> None:
-        """Handle a draft-extend graph that could not be captured, as :meth:`_pass_failed` does."""
+        """Handle ``error``, which occurred in the capture of a draft-extend graph for ``tokens``.
+
+        The error stops start-up in the same cases as in :meth:`_pass_failed`.
+        """
         self._failed(
             error,
             self._options.on_failure == "stop" and self._options.prefill is True,
@@ -260,7 +263,7 @@ def _failure(error: Exception, shape: GraphShape) -> CaptureError:
 
 
 def _component(error: Exception) -> str:
-    """Return the innermost plugin, model or kernel module in the error's traceback."""
+    """Return the name of the innermost plugin, model or kernel module in the error's traceback."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         for part in ("plugins", "models", "kernels"):
             inside = frame.filename.replace("\\", "/").rpartition(f"/{part}/")[2]

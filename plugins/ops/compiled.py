@@ -23,13 +23,14 @@ OPTIONS: dict[str, Any] = {"compile_threads": 1}
 
 
 class Compiled:
-    """``function(*args)``, compiled for steps of up to ``max_tokens`` tokens.
+    """An op compiled by torch.compile for calls with up to ``max_tokens`` tokens.
 
     Args:
         function: the op; its first ``varying`` arguments are tensors [T, ...].
-        plain: used for larger steps, and during graph capture for a signature that has not run yet.
+        plain: called instead for more tokens, and during graph capture for argument shapes that
+            have not been compiled yet.
         max_tokens: most tokens of a compiled call.
-        varying: number of leading tensors with a token dimension.
+        varying: number of leading arguments with a token dimension.
     """
 
     def __init__(
@@ -62,7 +63,10 @@ class Compiled:
         return found[tokens > 1](*args)
 
     def _make(self, args: tuple[Any, ...], tokens: int) -> Callable[..., Any]:
-        """Return a program for ``tokens`` tokens, compiled and run once."""
+        """Compile a program for calls with ``tokens`` tokens, run it once and return it.
+
+        The program for more than one token accepts any larger number too.
+        """
         program = torch.compile(
             _with_own_code(self._function), fullgraph=True, dynamic=False, options=OPTIONS
         )
@@ -71,14 +75,17 @@ class Compiled:
 
 
 def _signature(tensor: Tensor) -> Hashable:
-    """Return the key of a tensor's programs: shape without tokens, strides and dtype."""
+    """Return the tensor's properties on which compiled programs depend.
+
+    These are the shape without the token dimension, the strides and the dtype.
+    """
     return tensor.shape[1:], tensor.stride(), tensor.dtype
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of ``function`` with its own code object.
 
-    torch.compile caches its programs by code object.
+    torch.compile caches its programs by code object, so programs of copies are kept apart.
     """
     assert isinstance(function, types.FunctionType), (
         "only functions can be copied, not callable objects"
@@ -93,7 +100,7 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _example(tensor: Tensor, tokens: int) -> Tensor:
-    """Return an uninitialised tensor like ``tensor`` with ``tokens`` tokens.
+    """Return an uninitialised tensor like ``tensor``, with ``tokens`` rows.
 
     With more than one token the dimension is marked dynamic, so that the program accepts any
     number.

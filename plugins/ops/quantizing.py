@@ -15,9 +15,10 @@ Pair = tuple[Tensor, Tensor]  #: values and scales
 
 
 class Norm(Protocol):
-    """RMSNorm of x [T, N] with a quantised result.
+    """Function that returns the RMSNorm of x [T, N] in quantised form.
 
-    The result in the activation dtype is also written to ``plain`` [T, N], unless that is None.
+    The function also writes the result in the activation dtype to ``plain`` [T, N], unless
+    ``plain`` is None.
     """
 
     def __call__(
@@ -26,7 +27,7 @@ class Norm(Protocol):
 
 
 class AddNorm(Protocol):
-    """``Norm`` of the sum of x and ``residual`` [T, N]; returns the sum too."""
+    """Function like ``Norm`` for the sum of x and ``residual`` [T, N], which it returns too."""
 
     def __call__(
         self,
@@ -46,9 +47,10 @@ def producers(
     rms_norm: Norm,
     add_rms_norm: AddNorm,
 ) -> Mapping[tuple[str, str], Callable[..., Any]]:
-    """Return the entries of ``Ops.fused`` for consumers of ``input_format``.
+    """Return the entries of ``Ops.fused`` whose results are quantised to ``input_format``.
 
-    There are also entries for pairs of consumers, one of which reads the activation dtype.
+    There are also entries of norms whose results are read by two layers, one of which reads the
+    activation dtype.
     """
 
     def cast(x: Tensor) -> Quantized:
@@ -78,7 +80,7 @@ def producers(
 def _producers_of_both(
     both: str, rms_norm: Norm, add_rms_norm: AddNorm
 ) -> Mapping[tuple[str, str], Callable[..., Any]]:
-    """Return the norms for two consumers, plain and quantised: the input format ``both``."""
+    """Return the norms whose result is both plain and quantised: the input format ``both``."""
 
     def normed_both(x: Tensor, weight: Tensor, eps: float) -> Both:
         plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -38,7 +38,7 @@ class TorchCompileOptions(OpsOptions):
 
 
 def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:
-    """Check that inductor's compilers are installed: C++ for a CPU, Triton for CUDA."""
+    """Refuse the component if inductor's compiler is missing: C++ for a CPU, Triton for CUDA."""
     software = context.facts.software
     fix = 'ops.use = "auto"'
     if context.values.device == "cpu" and not software.cxx:

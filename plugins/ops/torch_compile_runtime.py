@@ -89,7 +89,7 @@ def keep_programs(folder: str | None, device: str) -> None:
 
 
 def _base(plan: EnginePlan, worker: Worker) -> TorchOps:
-    """Return the device's ops without torch.compile."""
+    """Return the ops that run where torch.compile is not used: plain torch or Triton."""
     if worker.device == "cpu":
         return TorchOps(TorchOpsOptions(), plan, worker)
     from glowplug.plugins.ops.triton_ops import TritonOpsOptions
@@ -113,7 +113,10 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
 def _add_pairs_rms_norm(
     rows: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add each token's rows [T, K, N] with ids [T, K] to the residual, and normalise the sum."""
+    """Add the K rows of each token, [T, K, N], to the residual, and normalise the sum.
+
+    Rows whose id in ``ids`` [T, K] is negative are left out. The sum is returned too.
+    """
     total = (sum_of_pairs(rows, ids) + residual).to(residual.dtype)
     return rms_norm_reference(total, weight, eps), total
 
@@ -124,7 +127,7 @@ def _silu_and_mul(x: Tensor) -> Tensor:
 
 
 def _with_pairs(add_rms_norm: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``add_rms_norm`` with the parameters of ``_add_pairs_rms_norm``."""
+    """Return ``add_rms_norm`` as a function with the parameters of ``_add_pairs_rms_norm``."""
 
     def add(rows: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
         return add_rms_norm(Parts(rows.view(-1, rows.shape[-1]), ids), residual, weight, eps)

@@ -24,7 +24,7 @@ ROPE_MARGIN = 64  #: rows of the rope table beyond the context, for positions of
 
 
 class TorchOps:
-    """``Ops`` for one rank, in plain torch."""
+    """``Ops`` (norms, activation, gate, rotary embedding) of one rank, in plain torch."""
 
     def __init__(self, options: OpsOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = worker.device

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TritonOps(TorchOps):
-    """``Ops`` for one rank on a CUDA device, in Triton."""
+    """``Ops`` (norms, activation, gate, rotary embedding) of one rank on a GPU, in Triton."""
 
     def __init__(self, options: TritonOpsOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)

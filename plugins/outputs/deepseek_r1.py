@@ -40,7 +40,7 @@ def register_output_parsers() -> list[Component]:
 
 @hookimpl
 def contribute_defaults(facts: Facts) -> dict[str, Any]:
-    """Return this parser for models whose chat template contains ``<think>``.
+    """Return this parser as the default for models whose chat template contains ``<think>``.
 
     Parsers listed by the operator replace this default.
     """

@@ -28,9 +28,9 @@ def starts_inside(
 ) -> bool:
     """Return whether the generated text begins as reasoning without an opening tag.
 
-    A tag at the end of the prompt decides; without one, the request's ``thinking``; without both,
-    the option. With "auto", the model must open the reasoning itself after a known prompt that does
-    not; for an unknown prompt the template of R1, which opens it, is assumed.
+    A tag at the end of the prompt decides. Without a tag, the request's ``thinking`` decides;
+    without both, the option does. "auto" means for a known prompt that the model opens the
+    reasoning itself; for an unknown prompt R1's template is assumed, which opens the reasoning.
 
     Args:
         prompt_tail: End of the prompt; empty if the prompt is not known.
@@ -46,7 +46,7 @@ def starts_inside(
 
 
 class State(Enum):
-    """Position of the parser in the text."""
+    """Part of the generated text in which the parser is."""
 
     START = auto()  #: only white space or a part of the opening tag so far
     REASONING = auto()  #: between the tags
@@ -55,11 +55,11 @@ class State(Enum):
 
 
 class ThinkParser:
-    """The reasoning parser of one sequence.
+    """Parser that divides the text of one sequence into reasoning and content.
 
-    White space around the reasoning, and before the content that follows it, belongs to the tags
-    and is dropped. Time is linear in the text: only a possible tag (at most seven characters) is
-    examined again.
+    White space around the reasoning, and before the content that follows it, counts as
+    part of the tags and is dropped. Time is linear in the text: only a possible tag (at most seven
+    characters) is examined again.
     """
 
     def __init__(self, inside: bool) -> None:
@@ -81,9 +81,9 @@ class ThinkParser:
         return self._reasoning(text) if self._state is State.REASONING else self._gap(text)
 
     def finish(self) -> list[Piece]:
-        """Return the rest of the text at its end.
+        """Return the text that was held back, when the sequence has ended.
 
-        An incomplete tag is text. Reasoning that was never closed remains reasoning.
+        An incomplete tag counts as text. Reasoning that was never closed remains reasoning.
         """
         held = self._held
         blank = "".join(self._blank)
@@ -139,6 +139,6 @@ class ThinkParser:
 
 
 def partial_tag(text: str) -> int:
-    """Return the length of the longest suffix that is a proper prefix of the closing tag."""
+    """Return the number of characters at the end of ``text`` that may begin the closing tag."""
     at = text.rfind(CLOSE[0], -len(CLOSE))  # the tag's first character occurs only once in it
     return len(text) - at if at >= 0 and CLOSE.startswith(text[at:]) else 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def open_tokenizer(path: Path, facts: ModelFacts) -> Tokenizer | None:
-    """Open the folder's tokenizer, or return None without a ``tokenizer.json``."""
+    """Return the tokenizer of the model's folder; None if it has no ``tokenizer.json``."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "tokenizer.json").is_file() or (
         path.is_file() and path.name != "tokenizer.json"

@@ -27,9 +27,10 @@ class DpAttentionOptions(ParallelOptions):
 
 
 def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse group counts that do not divide the tensor ranks of an earlier strategy.
+    """Refuse numbers of groups by which the tensor ranks cannot be divided.
 
-    The earlier strategy checks whether heads and vocabulary split over the ranks of a group.
+    A strategy listed before this one defines the tensor ranks. That strategy checks whether heads
+    and vocabulary split over the ranks of a group.
     """
     held = context.of(ParallelOffers)
     place = next((at for at, chosen in enumerate(held) if chosen.options is context.options), 0)
@@ -63,7 +64,7 @@ def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
 
 
 def _instead(sizes: list[int], wanted: int) -> str:
-    """Return the fix: the allowed size nearest to ``wanted``, and all of ``sizes``."""
+    """Return the refusal's fix: the size nearest to ``wanted``, and all allowed ``sizes``."""
     nearest = min(sizes, key=lambda size: (abs(size - wanted), -size))
     return f"size = {nearest} (one of {', '.join(map(str, sizes))})"
 

@@ -38,7 +38,7 @@ class LeastLoaded:
         self.loads = [0] * groups
 
     def owns(self, sequence: Sequence) -> bool:
-        """Route a request and return whether this rank's group owns it."""
+        """Choose the group of a request, and return whether this rank belongs to the group."""
         chosen = min(range(len(self.loads)), key=self.loads.__getitem__)
         self.loads[chosen] += 1
         return chosen == self.group
@@ -48,9 +48,10 @@ class DpAttention(Unsplit):
     """The ``ParallelStrategy`` of data-parallel attention.
 
     Ranks hold all attention weights that their group needs (split over the ranks of the group), and
-    slices of the other weights. Before an MLP the tokens of all groups are gathered; each group's
-    tokens are padded with zeros to the agreed number of tokens, so that the exchange has the same
-    shape on all ranks. After the MLP every rank takes its group's tokens back.
+    slices of the other weights. Before an MLP (dense or experts) the tokens of all groups are
+    gathered; each group's tokens are padded with zeros to the number of tokens that the groups
+    agreed on for the step, so that the exchange has the same shape on all ranks. After the MLP
+    every rank keeps its group's tokens.
     """
 
     moves_tokens = True
@@ -69,9 +70,9 @@ class DpAttention(Unsplit):
         self._router = LeastLoaded(self._group, self._groups, self._within == 0)
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
-        """Return this rank's part of attention and the vocabulary, split within its group.
+        """Return this rank's part of an attention or vocabulary weight, split within its group.
 
-        None for other weights: the other strategies split these.
+        Return None for other weights, which the other strategies split.
         """
         projects = role == "row" and name.endswith(".o_proj")
         if not projects and role not in ("heads", "vocab"):
@@ -95,7 +96,7 @@ class DpAttention(Unsplit):
         return self._router
 
     def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        """Gather x [T, hidden] to [groups * agreed tokens, hidden], group by group."""
+        """Gather the tokens x [T, hidden] of all groups to [groups * agreed tokens, hidden]."""
         assert batch.agreed is not None, "groups must agree on a step before they launch it"
         missing = batch.agreed.tokens - x.shape[0]
         return self._collectives.all_gather(F.pad(x, (0, 0, 0, missing)) if missing else x, "dp")

@@ -42,7 +42,7 @@ class EpMoeOptions(ParallelOptions):
 
 
 def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse models without routed experts, unsuitable sizes and unsuitable exchanges."""
+    """Refuse models without routed experts, sizes that do not divide, and unusable exchanges."""
     held = context.of(ParallelOffers)
     place = next(
         (i for i, chosen in enumerate(held) if chosen.options is context.options), len(held)
@@ -70,7 +70,7 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
 
 
 def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[Refusal]:
-    """Refuse sizes that do not divide the experts or tensor ranks, or do not fit the exchange."""
+    """Refuse sizes that do not divide the number of experts or ranks, or suit no exchange."""
     size = context.options.size
     tp = context.values.mesh.get("tp", 1)
     fitting = [n for n in range(1, tp + 1) if not any(count % n for count in (tp, *experts))]
@@ -97,7 +97,7 @@ def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[
 
 
 def _capture(context: CheckContext, section: str) -> Iterator[Refusal]:
-    """Refuse ``all_to_all`` together with a graph runner that captures steps."""
+    """Refuse the exchange ``all_to_all`` together with a graph runner that captures steps."""
     if context.options.exchange != "all_to_all":
         return
     for runner in context.of(GraphOffers):

@@ -31,8 +31,8 @@ SHARED = "shared_experts"  #: name of the shared experts' module
 class EpMoe(Unsplit):
     """The ``ParallelStrategy`` of expert parallelism.
 
-    Routed experts are split over the axis "ep", their width over "moe_tp", and the width of the
-    shared expert over "attn_tp".
+    Routed experts are split over the axis "ep", their intermediate size over "moe_tp", and that of
+    the shared expert over "attn_tp".
     """
 
     def __init__(self, options: EpMoeOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -27,10 +27,10 @@ class Layout:
     """A rank's place in the expert parallelism of one layer.
 
     Attributes:
-        tp: Tensor ranks.
-        ep: (index, size) along the axis "ep".
-        group: (index, size) within the rank's group, along the axis "attn_tp".
-        experts: Routed experts of the layer.
+        tp: Number of tensor-parallel ranks.
+        ep: (this rank's index, number of ranks) along the axis "ep".
+        group: (this rank's index, number of ranks) in its group, along the axis "attn_tp".
+        experts: Number of routed experts of the layer.
     """
 
     tp: int
@@ -42,16 +42,19 @@ class Layout:
     def held(self) -> int:
         """Number of experts that a rank holds.
 
-        They are equal shares: share i of the experts is held by index i along "ep".
+        All shares are equal: the rank with index i along "ep" holds share i of the experts.
         """
         return self.experts // self.ep[1]
 
 
 class Exchange:
-    """Base class of the exchanges: slices of a group's tokens, load counts and the final gather.
+    """Base class of the exchanges, which send tokens to the ranks of their experts and back.
+
+    It divides a group's tokens among the ranks of the group, counts tokens per expert, and gathers
+    the results.
 
     Attributes:
-        load: Tokens that chose each expert, int64 [experts]; None if they are not counted.
+        load: Number of tokens that chose each expert, int64 [experts]; None if not counted.
     """
 
     load: Tensor | None = None
@@ -69,11 +72,11 @@ class Exchange:
             self.load = self._counts[1:]
 
     def _own(self, tokens: int, most: int) -> tuple[int, slice]:
-        """Return this rank's slice of its group's tokens, and the padded length S of a slice.
+        """Return the slice of its group's tokens that this rank handles, and its padded length S.
 
         Args:
-            tokens: Tokens of this group.
-            most: Tokens of the busiest group.
+            tokens: Number of tokens of this group.
+            most: Number of tokens of the group with the most.
 
         Returns:
             (S, the slice).
@@ -104,15 +107,15 @@ class Exchange:
         return F.pad(x, fill), F.pad(ids, fill, value=-1), F.pad(weights, fill)
 
     def _count(self, ids: Tensor) -> None:
-        """Add the chosen experts to the load counts."""
+        """Add the tokens' chosen experts, ``ids``, to the load counts."""
         if self.load is not None:
             chosen = ids.flatten() + 1
             self._counts.scatter_add_(0, chosen, self._one.expand_as(chosen))
 
     def _local(self, ids: Tensor, share: int | Tensor) -> Tensor:
-        """Convert expert ids to places among the experts of ``share``; -1 for other experts.
+        """Convert expert ids to indices among the experts of a share; -1 for all other experts.
 
-        A share is the experts that one rank along "ep" holds.
+        Share number ``share`` consists of the experts that this index along "ep" holds.
         """
         local = ids - share * self._layout.held
         return local.masked_fill_((local < 0) | (local >= self._layout.held), -1)
@@ -120,11 +123,11 @@ class Exchange:
     def _finish(
         self, own: Tensor, tokens: int, partial: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Gather the tokens of the whole group.
+        """Gather the layer's results for the tokens of the whole group from its ranks.
 
         Args:
             own: The complete sums of this rank's slice, float32 [S, hidden].
-            tokens: Tokens of the group.
+            tokens: Number of tokens of the group.
             partial: This rank's partial sums of the whole group, to be added; [tokens, hidden] or
                 None.
             dtype: Dtype of the result.
@@ -143,10 +146,11 @@ class Exchange:
 
 
 class AllGatherExchange(Exchange):
-    """All-gather: every rank receives every token and computes those routed to its experts.
+    """Exchange by all-gather: ranks receive all tokens and compute those routed to their experts.
 
-    This exchange supports every split and has fixed shapes. If a group is all ranks, each rank
-    already has every token: nothing is gathered, and one all-reduce ends the exchange.
+    This exchange supports every split of the experts and has fixed shapes. If a group is all
+    ranks, each rank already has every token: nothing is gathered, and one all-reduce ends the
+    exchange.
     """
 
     def dispatch(
@@ -171,7 +175,7 @@ class AllGatherExchange(Exchange):
 
 
 class StaticAllToAllExchange(Exchange):
-    """All-to-all in a buffer of fixed shape, with one row per token for every rank.
+    """Exchange by all-to-all in a buffer of fixed shape, with one row per token and rank.
 
     Each token is sent to the ranks that hold one of its experts. Each expert must be whole on one
     rank.
@@ -203,9 +207,9 @@ class StaticAllToAllExchange(Exchange):
 
 
 class AllToAllExchange(StaticAllToAllExchange):
-    """All-to-all that sends each token only to the ranks that hold one of its experts.
+    """Exchange by all-to-all that sends each token only to ranks with one of its experts.
 
-    The host reads the number of rows, so the exchange cannot be captured in a graph.
+    The host reads how many rows each rank sends, so the exchange cannot be captured in a graph.
     """
 
     def dispatch(
@@ -233,7 +237,7 @@ class AllToAllExchange(StaticAllToAllExchange):
 
 
 def pack(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Pack tokens as bytes for one collective.
+    """Pack tokens with their expert ids and weights as bytes, to send them in one collective.
 
     Args:
         x: [..., hidden].
@@ -248,11 +252,11 @@ def pack(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Unpack bytes [M, ...] of :func:`pack`.
+    """Unpack the tokens, expert ids and weights that :func:`pack` has packed.
 
     Args:
-        packed: The bytes.
-        width: K.
+        packed: The bytes, uint8 [M, ...].
+        width: K, the number of experts per token.
         dtype: Dtype of x.
 
     Returns:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Single(Unsplit):
-    """The ``ParallelStrategy`` of one rank."""
+    """The ``ParallelStrategy`` of an engine with one rank."""
 
     def __init__(self, options: SingleOptions, plan: EnginePlan, worker: Worker) -> None:
         del options, plan, worker

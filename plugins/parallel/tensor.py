@@ -26,7 +26,7 @@ class TensorOptions(ParallelOptions):
 
 
 def check_tensor(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse sizes that do not divide every split dimension of the model and of its draft."""
+    """Refuse numbers of ranks that do not divide every split dimension of model and draft."""
     mesh = context.values.mesh
     if mesh.get("tp", 1) == 1:
         return
@@ -69,9 +69,9 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
 
 
 def kept_block(context: CheckContext) -> int:
-    """Return the multiple at which the chosen quantization lets ranks split stored weights.
+    """Return the number of channels at whose multiples ranks may split quantised weights.
 
-    It is the block size on this device; 1 if the quantization has no blocks.
+    This is the block size of the chosen quantization on this device; 1 without blocks.
     """
     for scheme in context.chosen["quantization"]:
         offers = scheme.offers
@@ -83,7 +83,7 @@ def kept_block(context: CheckContext) -> int:
 
 
 def _reason(split: SplitDimension, mesh: dict[str, int], block: int) -> str:
-    """Return why ``split`` cannot be divided over the mesh."""
+    """Return the refusal's reason: why ``split`` cannot be divided over the mesh."""
     parts = split.parts(mesh)
     what = f"{split.layer}: {split.dimension} of {split.full}"
     if split.role in (VOCAB, TIED):
@@ -100,7 +100,7 @@ def _reason(split: SplitDimension, mesh: dict[str, int], block: int) -> str:
 
 
 def _fix(field: str, sizes: list[int], mesh: dict[str, int]) -> str:
-    """Return the fix: the sizes that fit, or the reason why none does."""
+    """Return the refusal's fix: the sizes for ``field`` that fit, or why none does."""
     if not sizes:
         others = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if axis != "tp")
         return f"no size up to {mesh['tp']} fits with {others}" if others else f"{field} = 1"

@@ -21,8 +21,8 @@ SPLIT_ROLES = REDUCED_ROLES | {"column", "heads", "vocab"}
 class TensorParallel(Unsplit):
     """The ``ParallelStrategy`` of tensor parallelism.
 
-    Heads, widths and vocabulary are split into equal parts; latents, norms, gates and experts are
-    whole on every rank.
+    Heads, intermediate sizes and vocabulary are split into equal parts; latents, norms, gates and
+    experts are whole on every rank.
     """
 
     def __init__(self, options: TensorOptions, plan: EnginePlan, worker: Worker) -> None:

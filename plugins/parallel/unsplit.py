@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Unsplit:
-    """The ``ParallelStrategy`` that splits nothing; the base class of the others."""
+    """The ``ParallelStrategy`` that splits nothing; the base class of all other strategies."""
 
     moves_tokens = False
 

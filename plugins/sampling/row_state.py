@@ -21,7 +21,7 @@ GREEDY_BELOW = 1e-5  #: temperatures below this mean greedy sampling
 
 
 class Feature(IntFlag):
-    """Sampling features that a row uses; a step runs the union of its rows' features."""
+    """Set of sampling features that a row uses; a step runs the union of its rows' features."""
 
     RANDOM = 1
     MIN_P = 2
@@ -35,7 +35,7 @@ class Feature(IntFlag):
 
     @property
     def edits(self) -> bool:
-        """True if the logits change before a token is chosen."""
+        """True if some of the features change logits before a token is chosen."""
         return bool(
             self & (Feature.PENALTIES | Feature.BIAS | Feature.ALLOWED | Feature.MIN_TOKENS)
         )
@@ -61,7 +61,7 @@ def features_of(params: SamplingParams, stop_ids: frozenset[int]) -> Feature:
 
 
 def send(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return a copy of ``array`` on ``device``, without waiting for the device."""
+    """Copy ``array`` to ``device`` without waiting for the device, and return the copy."""
     host = torch.from_numpy(array)
     # NOTE: new pinned memory each time; torch's pinned-memory cache keeps it alive until the copy
     # is done.
@@ -71,8 +71,8 @@ def send(array: NDArray[Any], device: torch.device) -> Tensor:
 class Column:
     """A per-row array [rows, width], written on the host and read on the device.
 
-    On the CPU the two are one memory. On a GPU ``upload`` copies the rows written since its last
-    call, without waiting.
+    If the device is a CPU, host and device array share one memory. On a GPU ``upload`` copies the
+    rows written since its last call, without waiting.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Column:
 
 
 class TokenLists:
-    """A short list of (token id, value) for each row, added to the row's logits.
+    """A short list of (token id, value) for each row; the values are added to the row's logits.
 
-    Unused entries add 0 to token 0.
+    Unused entries of a list add 0 to token 0.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -127,12 +127,12 @@ class TokenLists:
             self.values = torch.nn.functional.pad(self.values, (0, extra))
 
     def add(self, logits: Tensor, rows: Tensor, active: Tensor | None = None) -> None:
-        """Add the lists' values to logits in place.
+        """Add the values of the rows' lists to their logits, in place.
 
         Args:
             logits: [N, V].
             rows: row of each sequence [N].
-            active: bool [N]; False leaves a row unchanged. None: all are active.
+            active: bool [N]; False leaves a row's logits unchanged. None: all are changed.
         """
         values = self.values[rows]
         if active is not None:
@@ -141,10 +141,10 @@ class TokenLists:
 
 
 class SparseRowState:
-    """Per-row state [entries, V], with entries only for rows that need one.
+    """State of V numbers per row [entries, V], with entries only for rows that need one.
 
-    All other rows share entry 0, which is scratch. The state doubles when it is full, so its memory
-    follows the largest number of rows that needed it at once.
+    All other rows share entry 0, whose content has no meaning. The state doubles when
+    it is full, so its memory follows the largest number of rows that needed an entry at once.
     """
 
     def __init__(
@@ -186,7 +186,10 @@ PROMPT_BIT = 1 << 30
 
 
 def penalty_counts(tokens: NDArray[np.int32], prompt_len: int, vocab: int) -> NDArray[np.int32]:
-    """Return the penalty state of a sequence's tokens so far, int32 [V]; see ``PROMPT_BIT``."""
+    """Return how often each token occurs in a sequence's output so far, int32 [V].
+
+    Tokens of the prompt have ``PROMPT_BIT`` set. Penalties are computed from these numbers.
+    """
     counts = np.bincount(tokens[prompt_len:], minlength=vocab)[:vocab].astype(np.int32)
     prompt = tokens[:prompt_len]
     counts[prompt[prompt < vocab]] |= PROMPT_BIT
@@ -194,7 +197,7 @@ def penalty_counts(tokens: NDArray[np.int32], prompt_len: int, vocab: int) -> ND
 
 
 def allowed_tokens(params: SamplingParams, vocab: int) -> NDArray[np.bool_]:
-    """Return the mask of allowed tokens, bool [V]."""
+    """Return the mask of the tokens that ``params`` allows, bool [V]."""
     mask = np.zeros(vocab, np.bool_)
     mask[[token for token in params.allowed_token_ids or () if 0 <= token < vocab]] = True
     return mask

@@ -103,7 +103,7 @@ class TorchSampler:
         )
 
     def _seed(self, params: SamplingParams) -> int:
-        """Return the request's or the engine's seed, wrapped to int64."""
+        """Return the request's seed, or the engine's if it has none, wrapped to int64."""
         seed = self._default_seed if params.seed is None else params.seed
         return (seed + SIGN_BIT) % (1 << 64) - SIGN_BIT
 
@@ -116,7 +116,7 @@ class TorchSampler:
         prompt_len: int,
         stop_ids: frozenset[int],
     ) -> tuple[int, int, int]:
-        """Store the values with which the logits of a new row are edited.
+        """Store the values with which the logits of the new row ``row`` are edited.
 
         The edits are bias, penalties, allowed tokens, and stop tokens forbidden until
         ``min_tokens``.
@@ -137,10 +137,11 @@ class TorchSampler:
     def _listed(
         self, params: SamplingParams, stop_ids: frozenset[int]
     ) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the numbers to add to logits, by token.
+        """Return the numbers to add to a row's logits, by token id.
 
         Returns:
-            Numbers that are always added, and numbers added until ``min_tokens`` is reached.
+            Numbers that are always added (the bias), and numbers that are added until
+            ``min_tokens`` is reached.
         """
         bias = {
             token: value
@@ -158,7 +159,7 @@ class TorchSampler:
     # ---- a step ----------------------------------------------------------------------------------
 
     def plan_step(self, batch: Batch) -> None:
-        """Set the features that the step's rows need, and upload rows that have joined."""
+        """Set the sampling features that the rows of ``batch`` need, and upload changed rows."""
         rows = batch.rows[batch.samples]
         flags = Feature(int(np.bitwise_or.reduce(self._flags[rows], initial=0)))
         if flags & Feature.MIN_TOKENS:
@@ -219,7 +220,7 @@ class TorchSampler:
         """Choose a token for each row of the edited logits.
 
         Returns:
-            Tokens int64 [N], and bool [N]: True if the row has no finite element, or a NaN.
+            Tokens int64 [N], and bool [N]: True if the row has no finite element, or has a NaN.
         """
         tokens = logits.argmax(-1)
         peak = logits.gather(1, tokens[:, None])
@@ -231,7 +232,7 @@ class TorchSampler:
     def _draw(
         self, logits: Tensor, peak: Tensor, best: Tensor, rows: Tensor, positions: Tensor
     ) -> Tensor:
-        """Return a token for each row: a sampled one, or for greedy rows the one in ``best``.
+        """Return a token for each row: a randomly drawn one, or for greedy rows that of ``best``.
 
         Args:
             logits: edited logits, float32 [N, V].

@@ -20,7 +20,7 @@ class TritonSamplerOptions(SamplingOptions):
 
 
 def scratch_rows(rows: int) -> int:
-    """Return the number of rows of logits that a step of ``rows`` rows needs as scratch.
+    """Return the scratch memory that sampling ``rows`` rows needs, as a number of rows of logits.
 
     The scratch holds the unedited logits for log-probabilities, and the workspace of the sums of
     exponentials, which takes up to ``LOGPROB_ROWS`` rows at a time.

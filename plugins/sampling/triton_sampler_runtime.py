@@ -87,7 +87,7 @@ class TritonSampler(TorchSampler):
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Compile every kernel now, so that no request waits for a compiler."""
+        """Compile every sampling kernel now, so that no request waits for a compiler."""
         everything = SamplingParams(
             temperature=1.0, top_p=0.5, top_k=2, presence_penalty=1.0, logit_bias={0: 1.0}
         )
@@ -133,8 +133,8 @@ class TritonSampler(TorchSampler):
     ) -> Tokens:
         """Return the row of ``RowEdits.table`` for a sequence, int32 [V].
 
-        An entry counts a token's occurrences for the penalties, and marks tokens of the prompt and
-        forbidden ones.
+        The entry of a token counts its occurrences for the penalties, and has marks for tokens of
+        the prompt and for forbidden tokens.
         """
         counted = tokens if features & Feature.PENALTIES else tokens[:0]
         entries = penalty_counts(counted, prompt_len, self._vocab)
@@ -155,7 +155,7 @@ class TritonSampler(TorchSampler):
             self._values[row, :count] = send(np.asarray(values, np.float32), self._device)
 
     def leave(self, row: int) -> None:
-        """Reset the row's parameters, so that captured steps may use the row as padding."""
+        """Reset the parameters of ``row``, so that captured steps may use the row as padding."""
         if self._flags[row]:
             self._floats.write(row, [0.0] * self._floats.host.shape[1])
             self._ints.write(row, [0] * self._ints.host.shape[1])
@@ -170,10 +170,10 @@ class TritonSampler(TorchSampler):
             self._step_logprobs = MAX_LOGPROBS
 
     def capture_key(self) -> str | None:
-        """Return the key of the captured step that covers this step's features, or None.
+        """Return the key of the captured steps that have this step's features; None if none has.
 
-        NOTE: A replayed step runs all features of its key; a row's columns disable those that the
-        row does not use.
+        NOTE: A replayed step runs all features of its key; parameters of a row disable those that
+        the row does not use.
         """
         for key, features in REPLAYED.items():
             if not self._step & ~features and not (self._moved and features.edits):

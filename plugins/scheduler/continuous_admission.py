@@ -13,13 +13,13 @@ MOST_DEFERRED = 32  #: most waiting sequences that are passed over in one step
 
 
 class Admitter:
-    """Admission of waiting sequences in the policy's order.
+    """Moves waiting sequences into rows of the running batch, in the policy's order.
 
     Admission stops at the first sequence that does not fit, so that large requests are not starved.
 
-    A sequence gets the pages of its whole prompt (and of the draft tokens after it) at once, so
-    prefill never runs out of pages. While other sequences run, one page for each of them stays
-    free: otherwise the next step would have to preempt the new sequence.
+    A sequence gets the pages of its whole prompt (and of the draft tokens after the prompt) at
+    once, so prefill never runs out of pages. While other sequences run, one page for each of them
+    stays free: otherwise the next step would have to preempt the new sequence.
 
     Args:
         rows: the running sequences and their pages.
@@ -27,9 +27,9 @@ class Admitter:
         policy: gives the order of admission.
         max_rows: most sequences that may run together.
         context: context length, in tokens.
-        lookahead: tokens that a draft writes after the prompt; pages are needed for them too.
-        share: least number of common tokens for which a sequence waits for a similar prompt that is
-            being computed; 0: never wait.
+        lookahead: number of tokens that a draft writes after the prompt, which need pages too.
+        share: least number of first tokens in common for which a sequence waits for a prompt that
+            is being computed; 0: never wait.
         scored: returns True for a sequence that still needs log-probabilities of its prompt, which
             are not available for a cached prefix.
         complain: called with a description of each fault of the policy.
@@ -64,11 +64,11 @@ class Admitter:
         self._waits_for: dict[int, int] = {}
 
     def retry(self) -> None:
-        """Allow admission again after a change (a free page or row, a new sequence)."""
+        """Let ``admit`` try again, because a page or row became free or a sequence arrived."""
         self._blocked = False
 
     def forget(self, id: int) -> None:
-        """Remove the state of a sequence that has left the queue."""
+        """Remove the state kept for sequence ``id``, which has left the queue."""
         self._waits_for.pop(id, None)
 
     def admit(self, budget: int) -> list[Sequence]:
@@ -114,17 +114,20 @@ class Admitter:
         return self.rows.cache.shares and not self.scored(sequence)
 
     def _match(self, sequence: Sequence, tokens: Ints) -> PrefixMatch:
-        """Return the cached prefix of all tokens but the last, which is computed for its logits."""
+        """Return the longest cached prefix of ``tokens`` without the last token.
+
+        The last token is always computed, because the step needs its logits.
+        """
         if not self.looks_up(sequence):
             return PrefixMatch(0, tokens[:0])
         return self.rows.cache.match(tokens[:-1], sequence.admission.salt)
 
     def _is_deferred(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
-        """Return True if the sequence should wait until a running row's prompt is cached.
+        """Return True if a sequence should wait until the similar prompt of a row is cached.
 
-        The row is computing its prompt, so the wait ends by itself. A sequence waits for one other
-        sequence at most: with a cache too small to keep the prompt, all sequences with this prompt
-        would wait one after another.
+        That row is computing its prompt now, so the wait ends by itself. A sequence waits for one
+        other sequence at most: with a cache too small to keep the prompt, all sequences with this
+        prompt would wait one after another.
         """
         if not self.share or not self.rows.unpublished or self.scored(sequence):
             return False

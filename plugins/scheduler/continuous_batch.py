@@ -17,7 +17,9 @@ from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a row's prefill: its prompt and, after a preemption, its output.
+    """A run of consecutive tokens of one row's prefill, which one step computes.
+
+    A prefill consists of the prompt and, after a preemption, the output so far.
 
     Attributes:
         row: row of the sequence table.
@@ -35,7 +37,8 @@ class Chunk:
 def launchable(rows: Rows) -> Ints:
     """Return the decoding rows that can take one more step.
 
-    A row is left out if the steps in flight will fill it to ``max_length`` even at one token each.
+    A row is left out if the steps in flight will fill it to ``max_length`` even if each of them
+    yields one token only.
     """
     table = rows.table
     members = rows.decode_rows()
@@ -44,15 +47,15 @@ def launchable(rows: Rows) -> Ints:
 
 
 def needed_tokens(rows: Rows, members: Ints, width: int) -> Ints:
-    """Return the number of tokens that each row needs pages for in its next step.
+    """Return the number of cached tokens for which each row needs pages in its next step.
 
-    The number is an upper bound while the lengths are on the device. The last token of a full
-    sequence is never an input, hence never stored.
+    The number is an upper bound while the exact lengths are known on the device only. The last
+    token of a full sequence is never an input, hence never stored.
 
     Args:
         rows: the running sequences.
         members: int32 [n], decoding rows.
-        width: tokens that the step and a draft after it write.
+        width: number of tokens that the step and a draft after it write.
 
     Returns:
         int32 [n].
@@ -65,12 +68,12 @@ def needed_tokens(rows: Rows, members: Ints, width: int) -> Ints:
 
 
 def launch_decodes(rows: Rows, members: Ints, width: int, most: int) -> Ints:
-    """Advance the decoding rows ``members`` by one step and return their KV lengths after it.
+    """Count one more step as launched for the rows ``members``; return their KV lengths after it.
 
     Args:
         rows: the running sequences.
         members: int32 [n], decoding rows.
-        width: tokens that a row computes in the step.
+        width: number of tokens that a row computes in the step.
         most: upper bound of the returned lengths.
 
     Returns:
@@ -84,7 +87,9 @@ def launch_decodes(rows: Rows, members: Ints, width: int, most: int) -> Ints:
 
 
 def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
-    """Advance the prefilling rows ``only`` in order, by at most ``budget`` tokens together."""
+    """Cut the next chunks from the prefills of the rows ``only``, in order, and return them.
+
+    All chunks together have at most ``budget`` tokens. They count as launched."""
     table = rows.table
     chunks = []
     for row in only:
@@ -171,9 +176,9 @@ def _mode(chunks: list[Chunk], width: int) -> Mode:
 
 
 def _scored(rows: Rows, decodes: int, chunks: list[Chunk]) -> NDArray[np.bool_] | None:
-    """Return the mask of the batch's rows whose prompt log-probabilities are requested.
+    """Return a mask of the batch's rows: True if prompt log-probabilities are requested.
 
-    None if no row's are. ``decodes``: number of decoding rows, which come first.
+    Return None if no row requests them. ``decodes``: number of decoding rows, which come first.
     """
     wanted = [
         rows.running[chunk.row].params.prompt_logprobs is not None
@@ -186,7 +191,7 @@ def _scored(rows: Rows, decodes: int, chunks: list[Chunk]) -> NDArray[np.bool_] 
 
 
 def _following(rows: Rows, chunks: list[Chunk]) -> Ints:
-    """Return the token after each chunk, 0 where the chunk ends its prompt."""
+    """Return the token that follows each chunk in its prompt; 0 where the chunk ends the prompt."""
     tokens = rows.table.tokens
     return np.array(
         [0 if chunk.samples else tokens[chunk.row, chunk.stop] for chunk in chunks], np.int32
@@ -194,7 +199,7 @@ def _following(rows: Rows, chunks: list[Chunk]) -> Ints:
 
 
 def _resumed(rows: Rows, chunks: list[Chunk]) -> NDArray[np.bool_]:
-    """Return the mask of chunks that begin where their row's cached prefix ends."""
+    """Return a mask of the chunks: True if a chunk begins where its row's cached prefix ends."""
     size = rows.table.page_size
     return np.array(
         [0 < chunk.start == rows.shared[chunk.row] * size for chunk in chunks], np.bool_

@@ -10,7 +10,7 @@ from glowplug.plugins.scheduler.continuous_rows import Rows
 
 
 def check_size(sequence: Sequence, rows: Rows, context: int) -> None:
-    """Check that a sequence can run to its end.
+    """Check that the context and the pool of pages can hold a sequence to its end.
 
     Args:
         sequence: the sequence.
@@ -40,7 +40,7 @@ def check_size(sequence: Sequence, rows: Rows, context: int) -> None:
 
 
 def check_pages(rows: Rows) -> dict[str, int]:
-    """Check that every page has exactly one owner; return the number of pages by owner."""
+    """Check that each KV page has one owner; return the number of pages by kind of owner."""
     table = rows.table
     cache = rows.cache
     cache.check_integrity()

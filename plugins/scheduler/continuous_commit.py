@@ -17,14 +17,15 @@ from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
 @dataclass(eq=False)
 class Committed:
-    """The outcome of a step for the n live rows that sampled.
+    """The outcome of a step for its n live rows: those that sampled and still own their row.
 
     Attributes:
         at: int64 [n], indices of the rows in the batch.
         rows: int32 [n], rows of the sequence table.
         tokens: int64 [n, W], sampled tokens; the first ``counts[i]`` of row i are kept.
-        counts: int32 [n], kept tokens.
-        given: int32 [n], tokens that the device accepted, before the cut at stop ids and limits.
+        counts: int32 [n], number of kept tokens.
+        given: int32 [n], number of tokens that the device accepted, before tokens after a stop id
+            or a length limit were dropped.
         stop_ids: int64 [n], token that ended the row, -1 if none did.
         bad: bool [n], True if the row's logits were not finite.
         done: bool [n], True if the row has ended.
@@ -41,10 +42,10 @@ class Committed:
 
 
 def append(rows: Rows, batch: Batch, result: StepResult) -> Committed:
-    """Append the step's tokens to their rows.
+    """Append the tokens that a step sampled to their rows of the sequence table.
 
-    A row whose epoch has changed since the launch is stale and dropped. Tokens beyond a row's first
-    stop id or its limit are dropped too. Rows are not released here.
+    The tokens of a row whose epoch has changed since the launch are stale and dropped. Tokens
+    beyond a row's first stop id or its limit are dropped too. Rows are not released here.
     """
     table = rows.table
     at, members, (tokens, given, bad) = _live(rows, batch, result)
@@ -79,7 +80,7 @@ def _live(
 def _stops(
     rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints, length: Ints
 ) -> tuple[NDArray[np.int64], Ints]:
-    """Return (each row's first stop id, -1 if there is none; the counts cut after it)."""
+    """Return each row's first stop id, -1 if none, and the number of tokens up to and with it."""
     matches = tokens.astype(np.int32)[:, :, None] == rows.stops[members][:, None, :]
     found = np.full(len(members), -1, np.int64)
     if not rows.many_stops and not matches.any():
@@ -111,7 +112,7 @@ def _write(
 
 
 def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, given: Ints) -> None:
-    """Subtract the tokens that the device did not accept from ``launched`` of the decoding rows.
+    """Reduce ``launched`` of the decoding rows by the number of tokens that were not accepted.
 
     A decoding row launches ``width`` tokens; those that are not accepted are launched again.
 
@@ -132,7 +133,7 @@ def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, g
 
 
 def report(rows: Rows, done: Committed, result: StepResult, output: StepOutput) -> None:
-    """Write tokens and log-probabilities of the step into ``output``.
+    """Add the tokens and log-probabilities of a step to the messages in ``output``.
 
     Call this function before rows are released.
     """
@@ -178,9 +179,9 @@ def finish_of(rows: Rows, done: Committed, i: int) -> Finished:
 
 
 class PromptScores:
-    """Reports of prompt log-probabilities, each sent once.
+    """Sender of prompt log-probabilities, which reports those of each prompt once.
 
-    A preempted prompt is computed again; its log-probabilities are not sent again.
+    A preempted prompt is computed again, but its log-probabilities are not sent again.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class Queue:
         return list(self._waiting.values())
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence at the end, with its deadlines."""
+        """Add a sequence at the end of the queue, and record its deadlines."""
         self._waiting[sequence.id] = sequence
         limits = sequence.admission
         for seconds, kind in ((limits.queue_timeout, QUEUED), (limits.timeout, TOTAL)):
@@ -45,7 +45,7 @@ class Queue:
                 heapq.heappush(self._deadlines, (sequence.arrival + seconds, sequence.id, kind))
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a preempted sequence at the head."""
+        """Put a preempted sequence at the head of the queue."""
         self._waiting[sequence.id] = sequence
         self._waiting.move_to_end(sequence.id, last=False)
 
@@ -53,7 +53,7 @@ class Queue:
         return self._waiting.pop(id, None)
 
     def overdue(self, now: float) -> Iterator[tuple[int, str]]:
-        """Yield (sequence id, kind) of every deadline that has passed, each once.
+        """Yield (sequence id, kind of deadline) for every deadline that has passed, each once.
 
         The sequence may have ended before its deadline.
         """
@@ -65,7 +65,7 @@ class Queue:
 class CachedPrefixes(Mapping[int, int]):
     """A mapping from the id of a waiting sequence to its number of cached prompt tokens.
 
-    A prefix is looked up in the cache only when the policy reads its entry.
+    The cache is searched for a sequence only when the policy reads the sequence's entry.
     """
 
     def __init__(self, waiting: list[Sequence], cache: PrefixCache) -> None:

@@ -23,20 +23,21 @@ NO_STOP = -1  #: padding of the stop ids
 
 
 class Rows:
-    """The running sequences: columns over the R rows of ``table``, and the rows' pages.
+    """The running sequences: one array per property over the R rows of ``table``, and their pages.
 
     Attributes:
         ids: int64 [R], sequence ids.
-        pending: int32 [R], launched steps that will yield tokens of the row and are not committed.
-        base: int32 [R], length at the last join; a row that is longer now has completed its
-            prefill.
-        min_length: int32 [R], length from which stop ids end the row.
+        pending: int32 [R], number of launched steps that will yield tokens of the row and are not
+            committed yet.
+        base: int32 [R], the sequence's length when it last joined the row; a row that is longer
+            now has completed its prefill.
+        min_length: int32 [R], length from which on stop ids end the row.
         stops: int32 [R, 4], stop ids, padded with -1.
         many_stops: row -> all stop ids, for rows with more than 4.
         logprobs: int32 [R], number of log-probabilities requested; -1: they are not requested.
-        shared: int32 [R], leading pages that belong to the prefix cache.
+        shared: int32 [R], number of leading pages that belong to the prefix cache.
         running: row -> sequence, in order of admission.
-        prefilling: keys are the running rows whose prompt has not been launched to its end.
+        prefilling: its keys are the running rows with a part of the prompt not launched yet.
         unpublished: (salt, tokens of the first page) -> row, for rows whose prompt is not in the
             cache yet.
         joined: sequences that have entered a row since the last batch, for the runner.
@@ -59,7 +60,7 @@ class Rows:
         self._decode_rows: Ints | None = None
 
     def _allocate(self, rows: int) -> None:
-        """Allocate the columns for ``rows`` rows."""
+        """Allocate the arrays of the rows' properties for ``rows`` rows."""
         self.ids = np.zeros(rows, np.int64)
         self.pending = np.zeros(rows, np.int32)
         self.base = np.zeros(rows, np.int32)
@@ -79,8 +80,8 @@ class Rows:
 
         Args:
             sequence: the sequence.
-            match: its cached prefix, locked by the caller.
-            fresh: int32 page numbers of its own pages.
+            match: the cached prefix of the sequence, locked by the caller.
+            fresh: int32 page numbers for the tokens after the prefix.
             context: context length, in tokens.
 
         Returns:
@@ -135,14 +136,14 @@ class Rows:
     def release(self, row: int, keep: bool = True) -> Sequence:
         """Free a row: update ``sequence.output``, and give its pages to the cache or the allocator.
 
-        The cache gets the whole pages of committed computation: a token's KV is written by the step
-        after the one that sampled it, so a row of ``length`` tokens has ``length - 1`` of them. A
-        prefill that was not committed to its end is not cached: only the result of its last step
-        shows whether its values are finite.
+        The cache gets the pages that committed steps have filled: a token's KV entry is written by
+        the step after the one that sampled the token, so a row of ``length`` tokens has
+        ``length - 1`` entries. A prefill that was not committed to its end is not cached: only the
+        result of its last step shows whether its values are finite.
 
         Args:
             row: the row.
-            keep: False: nothing is cached.
+            keep: give the computed pages to the cache; False: free all pages.
 
         Returns:
             The sequence.
@@ -177,7 +178,7 @@ class Rows:
     # ---- pages -----------------------------------------------------------------------------------
 
     def lacking(self, rows: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-        """Return (rows with too few pages for ``lengths`` tokens, pages that each one lacks)."""
+        """Return the rows with too few pages for ``lengths`` tokens, and how many each lacks."""
         size = self.table.page_size
         held = self.table.num_pages[rows]
         short = np.flatnonzero(lengths > held * np.int32(size))
@@ -191,7 +192,7 @@ class Rows:
         self.table.num_pages[rows] += counts
 
     def make_free(self, wanted: int) -> bool:
-        """Evict cached pages until ``wanted`` pages are free. Return False if there are too few."""
+        """Evict cached pages until ``wanted`` pages are free. Return False if this fails."""
         missing = wanted - self.pages.free
         if missing > 0:
             self.pages.give(self.cache.evict(missing))
@@ -226,7 +227,7 @@ class Rows:
         self.pages.give(np.setdiff1d(unneeded, mine[kept:]))
 
     def twin(self, tokens: Ints, salt: str) -> tuple[int, int]:
-        """Find a running sequence whose prompt is being computed and begins like ``tokens``.
+        """Find a running sequence that computes a prompt with the same first page as ``tokens``.
 
         Returns:
             (id, number of common tokens in whole pages); (-1, 0) if there is none.
@@ -241,7 +242,10 @@ class Rows:
         return int(self.ids[row]), common // size * size
 
     def _first_page(self, row: int, sequence: Sequence) -> tuple[str, bytes] | None:
-        """Return the key of a row in ``unpublished``; None if the prompt cannot be shared."""
+        """Return a row's key in ``unpublished``: (salt, bytes of the tokens of its first page).
+
+        None if the prompt cannot be shared.
+        """
         size = self.table.page_size
         if not self.cache.shares or self.base[row] <= size:
             return None

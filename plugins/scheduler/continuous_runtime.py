@@ -64,7 +64,7 @@ NO_ROWS: Ints = np.zeros(0, np.int32)
 
 
 class Continuous:
-    """A ``Scheduler`` with continuous batching, usable after ``bind``, by one thread only."""
+    """``Scheduler`` with continuous batching. Call ``bind`` first; use it from one thread only."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Continuous:
         return output if output.finished else None
 
     def _end(self, id: int) -> bool:
-        """Remove a sequence and free its pages at once. Return False if the id is unknown."""
+        """Remove sequence ``id`` and free its pages at once. Return False if the id is unknown."""
         if self.queue.pop(id) is None:
             row = self._row_of(id)
             if row is None:
@@ -241,7 +241,7 @@ class Continuous:
         self.admission.retry()
 
     def _complain(self, what: str) -> None:
-        """Log the fault ``what`` of the policy, each kind once."""
+        """Log the fault ``what`` of the scheduling policy, once for each text."""
         if what not in self._complaints:
             self._complaints.add(what)
             logger.error("%s %s", self._title, what)
@@ -249,9 +249,10 @@ class Continuous:
     def _launch_chunks(
         self, decode_tokens: int, admit: bool = True
     ) -> list[continuous_batch.Chunk]:
-        """Launch chunks of the prompts that have begun, then admit sequences and launch theirs.
+        """Take chunks of the prompts that have begun, then admit sequences and take theirs.
 
-        All chunks together have at most ``chunk_size`` tokens, and at most the rest of the step.
+        All chunks together have at most ``chunk_size`` tokens, and fit beside ``decode_tokens`` in
+        the step. ``admit``: False: take no new sequences.
         """
         budget = min(self.sizes.chunk_size, self.sizes.max_step_tokens - decode_tokens)
         under_way = list(self.rows.prefilling)
@@ -263,7 +264,7 @@ class Continuous:
         return continuous_batch.launch_chunks(self.rows, budget, under_way) if under_way else []
 
     def _note_admitted(self, sequence: Sequence) -> None:
-        """Count and report the first admission of a sequence; ignore those after a preemption."""
+        """Count and report a sequence's first admission; ignore those after preemptions."""
         if sequence.preemptions:
             return
         sequence.cached_tokens = int(self.table.launched[sequence.row])
@@ -296,7 +297,10 @@ class Continuous:
         return output
 
     def _publish(self, batch: Batch, done: continuous_commit.Committed) -> None:
-        """Cache the prompts that this step completed; ``release`` caches those of ended rows."""
+        """Put the prompts that ``batch`` completed into the prefix cache.
+
+        The prompts of rows that ended are left to ``Rows.release``.
+        """
         if batch.num_decodes == batch.num_rows:
             return
         first = int(np.searchsorted(done.at, batch.num_decodes))
@@ -325,13 +329,13 @@ class Continuous:
     # ---- state -----------------------------------------------------------------------------------
 
     def _is_scored(self, sequence: Sequence) -> bool:
-        """Return True if prompt log-probabilities are still missing."""
+        """Return True if requested prompt log-probabilities of ``sequence`` are not sent yet."""
         return sequence.params.prompt_logprobs is not None and not self.scores.complete(
             sequence.id, len(sequence.prompt)
         )
 
     def load(self) -> Stats:
-        """Return a snapshot of the statistics, in O(1)."""
+        """Return a copy of the statistics with the current load, in O(1)."""
         return snapshot(self.stats, self.rows, self.queue, self.admission)
 
     def flush(self) -> bool:
@@ -343,5 +347,5 @@ class Continuous:
         return True
 
     def check(self) -> dict[str, int]:
-        """Check that every page has exactly one owner; return the number of pages by owner."""
+        """Check that each KV page has one owner; return the number of pages by kind of owner."""
         return check_pages(self.rows)

@@ -25,7 +25,7 @@ def count_end(stats: Stats, reason: str) -> None:
 def count_step(stats: Stats, batch: Batch, done: Committed, width: int) -> None:
     """Add the tokens of a committed step to ``stats``.
 
-    ``width``: tokens that a decoding row computes in a step.
+    ``width``: number of tokens that a decoding row computes in a step.
     """
     stats.output_tokens += int(done.counts.sum())
     if width > 1:

@@ -54,9 +54,9 @@ class Priority:
 class LongestPrefix:
     """Policy that admits the longest cached prefix first (SGLang's "lpm").
 
-    Shared pages are thus used before they are evicted. Against starvation, a preempted sequence,
-    and one that arrived more than ``patience`` seconds before the newest in the queue, is never
-    overtaken. Beyond ``window`` sequences the queue's order is kept, which bounds the cost of cache
+    Shared pages are thus used before they are evicted. Against starvation, no sequence overtakes
+    a preempted one, or one that arrived more than ``patience`` seconds before the newest in the
+    queue. Only the first ``window`` sequences are reordered, which bounds the cost of cache
     look-ups.
     """
 

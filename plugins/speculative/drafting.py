@@ -26,7 +26,9 @@ FIRST_KEY = 1  #: first position with an entry in the draft's cache
 
 @dataclass(eq=False)
 class UncachedTokens:
-    """The F tokens that the draft's cache still lacks, except each row's newest token.
+    """The F tokens of a target's step whose entries the draft's cache still lacks.
+
+    Each row's newest token is not among them.
 
     Attributes:
         input_ids: int64 [F].
@@ -34,8 +36,8 @@ class UncachedTokens:
         kv_slots: KV slots, int64 [F].
         source: For each token, the index of the hidden state that it continues, int64 [F]: in the
             target's [T] states, followed by the states of ``pages``.
-        pages: For each row that starts after a cached prefix, the prefix's last page, int64: the
-            stored state of its last token is continued. None without such rows.
+        pages: Last page of the cached prefix of each row that starts after one, int64; the state
+            stored for the last token of this page is continued. None without such rows.
     """
 
     input_ids: Tensor
@@ -47,14 +49,14 @@ class UncachedTokens:
 
 @dataclass(eq=False)
 class NewestTokens:
-    """The newest token of the N rows that yield one.
+    """The newest token of each of the N rows that yield a token in the target's step.
 
     Attributes:
         places: Indices of these rows in the batch, int64 [N]; None for all rows.
         tokens: int64 [N].
         source: Indices of the hidden states that the tokens continue, in the target's [T], int64
             [N].
-        lengths: Tokens in the target's cache, int64 [N].
+        lengths: Number of tokens in the target's cache, int64 [N].
     """
 
     places: Tensor | None
@@ -64,14 +66,14 @@ class NewestTokens:
 
 
 def uncached_tokens(batch: Batch, tokens: Tensor, page_size: int) -> UncachedTokens:
-    """Return the tokens that the draft's cache lacks after the target's step, but not the newest.
+    """Return the tokens of a target's step that the draft's cache lacks, without rows' newest.
 
-    NOTE: rejected tokens of decode rows are among them; their entries are overwritten before they
-    are read.
+    NOTE: rejected tokens of decode rows are among these tokens; their entries are overwritten
+    before they are read.
 
     Args:
         batch: The target's step.
-        tokens: The tokens that follow those of the step, int64 [B, W].
+        tokens: The tokens sampled after those of the step, int64 [B, W].
         page_size: Tokens per page.
     """
     if batch.num_decodes == batch.num_rows:
@@ -130,7 +132,7 @@ class _Chunks:
         self.source[self.positions == begins[row]] = batch.num_tokens + kept
 
     def arrays(self) -> list[NDArray[np.int64]]:
-        """Return ids, positions, KV slots and sources [F], then pages, to be sent in one copy."""
+        """Return ids, positions, KV slots and sources [F], then pages, to be copied together."""
         return [
             part.astype(np.int64)
             for part in (self.ids, self.positions, self.kv_slots, self.source, self.pages)
@@ -138,11 +140,11 @@ class _Chunks:
 
 
 def newest_tokens(batch: Batch, accepted: Accepted, ends: Tensor | None) -> NewestTokens:
-    """Return the newest tokens after the target's step.
+    """Return the newest token of each row after the target's step.
 
     Args:
         batch: The target's step.
-        accepted: Its accepted tokens.
+        accepted: The tokens accepted in the step.
         ends: Indices in the batch of the rows whose prompts ended, int64; None if all rows decode.
     """
     decodes = batch.num_decodes
@@ -168,7 +170,7 @@ class DraftPositions(NamedTuple):
         positions: Positions of the tokens, [D].
         kv_slots: KV slots of the tokens, [D].
         kv_lens: Lengths of the rows after the pass, [D].
-        query_starts: Index of each row's token, and their number, [D + 1].
+        query_starts: Index of each row's token in the batch, and D, [D + 1].
     """
 
     positions: Tensor
@@ -178,12 +180,12 @@ class DraftPositions(NamedTuple):
 
 
 def draft_positions(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftPositions:
-    """Return the device fields of a draft pass that precedes the step ``batch``.
+    """Return the device fields of a draft pass that precedes the target's step ``batch``.
 
     Args:
-        batch: The step that follows the draft passes.
+        batch: The target's step, which follows the draft passes.
         number: Number of the pass, from 1.
-        lengths: Tokens in the target's cache, int [D] for D decode rows.
+        lengths: Number of tokens in the target's cache, int [D] for D decode rows.
         page_size: Tokens per page.
     """
     positions = lengths.long() + (number - 1)
@@ -197,15 +199,15 @@ def draft_positions(batch: Batch, number: int, lengths: Tensor, page_size: int) 
 
 
 def next_draft_batch(batch: Batch, number: int, at: DraftPositions, width: int) -> Batch:
-    """Return the batch of a draft pass that precedes the step ``batch``.
+    """Return the batch of a draft pass that precedes the target's step ``batch``.
 
     The pass has one token per decode row.
 
     Args:
-        batch: The step that follows the draft passes.
+        batch: The target's step, which follows the draft passes.
         number: Number of the pass, from 1.
-        at: The pass's device fields, from :func:`draft_positions`.
-        width: Tokens that a decode row computes in the step.
+        at: The device fields of the pass, from :func:`draft_positions`.
+        width: Number of tokens that a decode row computes in the step.
     """
     decodes = batch.num_decodes
     made = draft_batch(batch, batch.kv_lens[:decodes] + np.int32(number - width))
@@ -216,7 +218,7 @@ def next_draft_batch(batch: Batch, number: int, at: DraftPositions, width: int) 
 
 
 def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
-    """Return a draft pass with one token per decode row of ``target``, without its device fields.
+    """Return the batch of a draft pass with one token per decode row of ``target``.
 
     The caller sets the device fields. ``kv_lens``: int32 [D], lengths of the rows after the pass.
     """

@@ -20,7 +20,10 @@ Ints = NDArray[np.int32]
 
 
 def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler) -> Accepted:
-    """Return the result of ``verify.verify_chain`` for decode rows only: logits [R * W, V]."""
+    """Do the work of ``verify.verify_chain`` on the host, for R decode rows only.
+
+    ``logits``: [R * W, V].
+    """
     rows = batch.num_rows
     places = np.arange(width)
     fed: Long = batch.input_ids.numpy().reshape(rows, width)
@@ -47,7 +50,12 @@ def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler
 
 
 def _accepted(drawn: list[int], fed: list[int]) -> int:
-    """Return 1 plus the number of leading drafts in ``fed[1:]`` that equal the drawn tokens."""
+    """Return the number of tokens that a row gains: its accepted drafts plus one.
+
+    Args:
+        drawn: the tokens that the target sampled, W of them.
+        fed: the input tokens of the step: the newest token, then W - 1 drafts.
+    """
     count = 1
     while count < len(fed) and drawn[count - 1] == fed[count]:
         count += 1
@@ -57,14 +65,16 @@ def _accepted(drawn: list[int], fed: list[int]) -> int:
 def uncached_tokens_host(
     batch: Batch, accepted: Accepted, page_size: int, keep: int
 ) -> UncachedTokens:
-    """Return the first ``keep - 1`` tokens of each decode row from ``drafting.uncached_tokens``.
+    """Return what ``drafting.uncached_tokens`` does, for the first ``keep - 1`` tokens of each row.
+
+    All rows must decode; the work is done on the host.
 
     Args:
         batch: The target's step.
-        accepted: Its accepted tokens.
+        accepted: The tokens accepted in the step.
         page_size: Tokens per page.
-        keep: The largest number of tokens that a row gained, or more: a token left out is then
-            rejected in every row, or a row's newest.
+        keep: The largest number of tokens that a row gained, or more, so that each token left
+            out is a rejected one or a row's newest.
     """
     width = accepted.tokens.shape[1]
     starts: list[int] = batch.positions.tolist()[::width]
@@ -84,7 +94,7 @@ def uncached_tokens_host(
 
 
 def newest_tokens_host(batch: Batch, accepted: Accepted) -> NewestTokens:
-    """Return the result of ``drafting.newest_tokens`` for decode rows."""
+    """Do the work of ``drafting.newest_tokens`` on the host, for a step of decode rows only."""
     width = accepted.tokens.shape[1]
     last = [count - 1 for count in accepted.counts.tolist()]
     tokens = [drawn[offset] for drawn, offset in zip(accepted.tokens.tolist(), last, strict=True)]
@@ -98,7 +108,7 @@ def newest_tokens_host(batch: Batch, accepted: Accepted) -> NewestTokens:
 
 
 def next_draft_batch_host(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Batch:
-    """Return the result of ``drafting.next_draft_batch``, with exact lengths on the host.
+    """Do the work of ``drafting.next_draft_batch`` on the host, with exact lengths.
 
     Arguments as in ``drafting.draft_positions``.
     """
@@ -121,9 +131,9 @@ def _long(values: list[int]) -> Tensor:
 
 
 def _kv_slot(pages: Ints, position: int, page_size: int) -> int:
-    """Return the KV slot of a position of the row with the pages ``pages``.
+    """Return the KV slot of ``position`` in a row whose page numbers are ``pages``.
 
-    The reference is ``core.step.to_device.kv_slots_at``.
+    ``core.step.to_device.kv_slots_at`` is the same on the device.
     """
     column, offset = divmod(position, page_size)
     return offset + (int(pages[column]) * page_size if column < len(pages) else 0)

@@ -49,9 +49,9 @@ def _refuse(field: str, reason: str, fix: str) -> Refusal:
 
 
 def check_options(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse option values that do not describe a chain.
+    """Refuse option values other than those of a chain: one draft per position and row.
 
-    A generic check refuses checkpoints without a NextN layer.
+    Another check, common to all algorithms, refuses checkpoints without a NextN layer.
     """
     options: NextNOptions = context.options
     if not 1 <= options.steps <= STEPS_MAX:

@@ -42,9 +42,9 @@ PREVIOUS_HIDDEN = "previous_hidden"
 class NextN:
     """The ``protocols.SpeculativeAlgorithm`` of NextN drafts.
 
-    After each step the NextN layer writes its cache entries for the step's tokens, shifted by one,
-    which runs neither attention nor experts. The next step begins with its drafts: passes of one
-    token per row, the first one over the row's newest token.
+    After each step of the target, the NextN layer writes its cache entries for the tokens of the
+    step, shifted by one position. This needs neither attention nor experts. The next step begins
+    with the draft passes, of one token per row; the first pass computes each row's newest token.
 
     State of a row, on the device: its newest token, the target's hidden state of the token before,
     and the number of tokens in the target's cache. State of a page: the target's hidden state of
@@ -137,10 +137,10 @@ class NextN:
         )
 
     def _pass(self, step: Batch, drafted: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the draft pass ``step`` and append its tokens to ``drafted``, [D, n].
+        """Run the draft pass ``step``, and append its most likely tokens to ``drafted`` [D, n].
 
         Returns:
-            The hidden states of the pass, and the tokens [D, n + 1].
+            The hidden states of the pass, and the tokens drafted so far, [D, n + 1].
         """
         step.input_ids = drafted[:, -1]
         step.extra = {PREVIOUS_HIDDEN: hidden}
@@ -165,7 +165,7 @@ class NextN:
     ) -> Accepted:
         """Accept tokens for decode rows whose tensors the host can read.
 
-        Unlike :meth:`accept`, it does not store tokens that no row accepted.
+        Unlike :meth:`accept`, this method stores no cache entries at offsets that no row accepted.
         """
         accepted = verify_chain_host(logits, batch, self._width, sampler)
         places, pages = page_ends(batch, self._page_size)
@@ -178,7 +178,7 @@ class NextN:
         return accepted
 
     def _keep_page_ends(self, batch: Batch, hidden: Tensor) -> None:
-        """Store the hidden states of the tokens that end a page.
+        """Store the target's hidden states of the tokens that end a page.
 
         All other states are written to the scratch page's entry.
         """
@@ -187,7 +187,7 @@ class NextN:
         self._page_ends.index_copy_(0, pages, hidden.to(self._dtype))
 
     def _fill(self, batch: Batch, lacking: UncachedTokens, hidden: Tensor) -> None:
-        """Complete the draft's cache up to each row's newest token, with the tokens ``lacking``.
+        """Write the entries of the tokens ``lacking`` to the draft's cache.
 
         ``hidden``: the target's hidden states, [T, hidden].
         """
@@ -200,7 +200,7 @@ class NextN:
             self._model.fill(*tokens, hidden[lacking.source])
 
     def _remember(self, batch: Batch, newest: NewestTokens, hidden: Tensor) -> None:
-        """Store the inputs of the rows' next drafts."""
+        """Store each row's newest token, hidden state and length for its next drafts."""
         rows = batch.row_ids if newest.places is None else batch.row_ids[newest.places]
         self._last[rows] = newest.tokens
         self._hidden[rows] = hidden[newest.source].to(self._dtype)

@@ -16,7 +16,7 @@ from glowplug.plugins.speculative.verify import spread
 
 
 class NoSpeculation:
-    """The ``protocols.SpeculativeAlgorithm`` of width one.
+    """The ``protocols.SpeculativeAlgorithm`` that drafts nothing: each row computes one token.
 
     A row's last token stays on the device, as the input of the row's next step.
     """
@@ -50,9 +50,9 @@ class NoSpeculation:
         return Accepted(tokens, self._ones[: batch.num_rows], sampled.bad, sampled.logprobs)
 
     def _accept_some(self, logits: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
-        """Accept tokens when the chunks of some prefill rows do not end their prompt.
+        """Accept tokens in a step with prefill rows whose chunk does not end the prompt.
 
-        Those rows have no logits and get count 0.
+        These rows have no logits and gain no token.
         """
         where = send([np.flatnonzero(batch.samples).astype(np.int64)], self._device)[0]
         rows = batch.row_ids[where]

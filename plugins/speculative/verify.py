@@ -19,12 +19,12 @@ from glowplug.core.step.batch import Accepted, Batch, LogprobTensors
 
 
 def accept_chain(drawn: Tensor, drafts: Tensor) -> Tensor:
-    """Return the number of tokens each row gains, int32 [D], from 1 to W.
+    """Return the number of tokens that each decode row gains, int32 [D], from 1 to W.
 
-    A row gains its accepted drafts and the target's token after them.
+    A row gains its accepted drafts and the token that the target sampled after them.
 
     Args:
-        drawn: The target's tokens, int64 [D, W].
+        drawn: The tokens that the target sampled, int64 [D, W].
         drafts: The drafts at positions 1 to W - 1, int64 [D, W - 1].
     """
     return (drawn[:, :-1] == drafts).cumprod(1).sum(1, dtype=torch.int32) + 1
@@ -42,7 +42,7 @@ def accept_chain_reference(drawn: list[list[int]], drafts: list[list[int]]) -> l
 
 
 def chain_before(fed: Tensor) -> Tensor:
-    """Return the drafts at or before each position, int64 [D * W, W - 1]; -1 for later ones.
+    """Return for each position the drafts up to it, int64 [D * W, W - 1]; -1 for later drafts.
 
     Args:
         fed: The step's input tokens, int64 [D, W].
@@ -55,14 +55,16 @@ def chain_before(fed: Tensor) -> Tensor:
 def verify_chain(
     logits: Tensor, batch: Batch, width: int, ends: Tensor | None, sampler: Sampler
 ) -> Accepted:
-    """Sample at every position of the decode rows and at the end of finished prompts, and accept.
+    """Sample the target's tokens for a step, and accept the drafts that equal them.
+
+    Tokens are sampled at every position of the decode rows and at the end of finished prompts.
 
     The accepted tokens are passed on to ``sampler.observe``.
 
     Args:
         logits: [N, V], of the decode rows' positions and then of the finished prompts.
         batch: The target's step.
-        width: W.
+        width: W, the number of tokens that a decode row computes.
         ends: Indices in the batch of the rows whose prompts ended, int64; None if all rows decode.
         sampler: The sampler.
     """
@@ -89,10 +91,10 @@ def verify_chain(
 
 
 def _with_ends(decoded: Accepted, sampled: Sampled, ends: Tensor, size: int) -> Accepted:
-    """Extend the decode rows' result to all ``size`` rows of the step.
+    """Return the accepted tokens of all ``size`` rows of the step.
 
-    Decode rows keep their tokens, the rows ``ends``, whose prompt ended, get one token, other rows
-    get none.
+    Decode rows keep their tokens in ``decoded``. The rows ``ends``, whose prompt ended, get the one
+    token in ``sampled``. All other rows get none.
     """
     rows, width = decoded.tokens.shape
     first = torch.arange(rows * width, device=ends.device)

@@ -30,7 +30,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Span(Generic[Key]):
-    """``size`` bytes of ``file`` from byte ``start``, requested for ``key``."""
+    """A request for ``size`` bytes of ``file`` from byte ``start``; ``key`` identifies it."""
 
     key: Key
     file: Path
@@ -40,7 +40,7 @@ class Span(Generic[Key]):
 
 @dataclass
 class ReadBlock(Generic[Key]):
-    """Spans of one file that are read as one range."""
+    """Neighbouring spans of one file that are read together, as the bytes ``start`` to ``end``."""
 
     file: Path
     start: int
@@ -49,11 +49,11 @@ class ReadBlock(Generic[Key]):
 
 
 def blocks_of(spans: Sequence[Span[Key]], max_bytes: int = BLOCK_BYTES) -> list[ReadBlock[Key]]:
-    """Group spans into blocks, by file and offset.
+    """Group spans that are close together in a file into blocks, and return the blocks.
 
     Args:
         spans: the spans, in any order.
-        max_bytes: largest size of a block; a larger span has a block of its own.
+        max_bytes: largest size of a block in bytes; a larger span has a block of its own.
     """
     blocks: list[ReadBlock[Key]] = []
     for span in sorted(spans, key=lambda span: (span.file, span.start)):
@@ -73,14 +73,14 @@ def blocks_of(spans: Sequence[Span[Key]], max_bytes: int = BLOCK_BYTES) -> list[
 
 
 class DirectReader(Generic[Key]):
-    """Reader of blocks of files into device memory, in order, with several threads.
+    """Reader that loads blocks of files into device memory, in order, with several threads.
 
     On the CPU (in tests) staging buffers are not pinned and copies are synchronous.
 
     Args:
         device: device of the blocks.
-        threads: reading threads.
-        piece: bytes of one read.
+        threads: number of reading threads.
+        piece: number of bytes per read.
     """
 
     def __init__(self, device: str, threads: int = THREADS, piece: int = PIECE_BYTES) -> None:
@@ -96,10 +96,10 @@ class DirectReader(Generic[Key]):
         self._files: dict[Path, int] = {}
 
     def read(self, blocks: Sequence[ReadBlock[Key]]) -> Iterator[tuple[Span[Key], Tensor]]:
-        """Yield each span once with its bytes.
+        """Read the blocks and yield each of their spans once, with its bytes.
 
-        The bytes are uint8 on the device, ready for the current stream. They are a view of their
-        block, whose memory lives as long as any view of it.
+        The bytes are a uint8 tensor on the device, ready for the current stream. The tensor is a
+        view of its block's memory, which lives as long as any such view.
 
         Raises:
             WeightError: a file cannot be read or is shorter than expected.
@@ -147,8 +147,8 @@ class DirectReader(Generic[Key]):
     def _fill(self, buffer: int, block: ReadBlock[Key], at: int) -> int:
         """Read one piece of ``block``, from offset ``at`` of its file, into a staging buffer.
 
-        It runs on a reading thread and first waits until the buffer's previous content has been
-        copied to the device.
+        The method runs on a reading thread and first waits until the buffer's previous content has
+        been copied to the device.
 
         Returns:
             The number of bytes read.
@@ -190,7 +190,7 @@ class DirectReader(Generic[Key]):
 
 
 def _spans(block: ReadBlock[Key], memory: Tensor) -> Iterator[tuple[Span[Key], Tensor]]:
-    """Yield each span of ``block`` with its view of ``memory``."""
+    """Yield each span of ``block`` with its bytes, a view of the block's ``memory``."""
     for span in block.spans:
         at = span.start - block.start
         yield span, memory[at : at + span.size]

@@ -93,10 +93,10 @@ class RandomSource:
         return self._cast(noise.mul_(self._deviation(name, shape[-1])), dtype)
 
     def _narrow_scales(self, name: str, noise: Tensor) -> Tensor:
-        """Return scales of int8 rows [N, 1] or int4 groups [K / g, N].
+        """Return random weight scales for int8 rows, [N, 1], or for int4 groups, [K / g, N].
 
-        They give weights approximately their fan-in scale. NOTE: the number of a weight's inputs is
-        not known here; the hidden size is close enough.
+        With these scales, weights have approximately the standard deviation inputs ** -0.5. NOTE:
+        the number of a weight's inputs is not known here; the hidden size is close enough.
         """
         int4 = name.endswith(".scales")
         hidden = self._facts.hidden_size if self._facts is not None else 1
@@ -105,9 +105,10 @@ class RandomSource:
         return made.to(torch.float16) if int4 else made
 
     def _words(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return int32 words of eight random 4-bit numbers.
+        """Return random packed int4 weights: int32 words of eight 4-bit numbers each.
 
-        The numbers in a word of AWQ's zeros ("qzeros") are all 7 or all 8.
+        If ``name`` is a tensor of AWQ's zero points ("qzeros"), all numbers of a word are 7 or
+        all are 8.
         """
         words = (
             _bits(self._key(name), 0, math.prod(shape), device).bitwise_and_(0xFFFFFFFF).view(shape)
@@ -117,9 +118,10 @@ class RandomSource:
         return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
 
     def _deviation(self, name: str, inputs: int) -> float:
-        """Return the standard deviation of a weight: its fan-in scale, with two exceptions.
+        """Return the standard deviation of a weight: ``inputs`` ** -0.5, with two exceptions.
 
-        Embeddings have 1 unless tied; weights that write to the residual stream shrink with depth.
+        Embeddings have 1 unless tied to the head; weights that write to the residual stream have
+        less the more layers the model has.
         """
         if "embed_tokens" in name and not self._tied:
             return 1.0
@@ -131,7 +133,7 @@ class RandomSource:
         return value.to(getattr(torch, dtype) if dtype else self._dtype)
 
     def _key(self, name: str) -> int:
-        """Return the hash key of tensor ``name``, a signed 64-bit integer."""
+        """Return the key of the random sequence for tensor ``name``, a signed 64-bit integer."""
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -139,7 +141,8 @@ class RandomSource:
 def bell(key: int, count: int, device: torch.device) -> Tensor:
     """Return nearly normal random numbers, float32 [count], of mean 0 and deviation 1.
 
-    They are sums of four uniform numbers, at most 3.46 in magnitude.
+    ``key`` determines the numbers. Each is a sum of four uniform numbers, at most 3.46 in
+    magnitude.
     """
     piece = PIECE_NUMBERS.get(device.type, PIECE_NUMBERS["cuda"])
     parts = [
@@ -155,10 +158,10 @@ def bell(key: int, count: int, device: torch.device) -> Tensor:
 
 
 def _bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Return int64 [count]: 64 bits hashed from each position from ``start``.
+    """Return 64 random bits for each of ``count`` positions from ``start``, int64 [count].
 
-    The hash is SplitMix64 (Steele et al.). NOTE: int64 wraps and shifts right arithmetically on
-    every device; the mask removes the copies of the sign bit.
+    The bits are a hash of key and position by SplitMix64 (Steele et al.). NOTE: int64 wraps and
+    shifts right arithmetically on every device; the mask removes the copies of the sign bit.
     """
     bits = torch.arange(start, start + count, dtype=torch.int64, device=device)
     bits.mul_(-0x61C8864680B583EB).add_(key)
@@ -170,7 +173,7 @@ def _bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
 def _sums(key: int, start: int, count: int, device: torch.device) -> Tensor:
     """Return numbers ``start`` to ``start + count - 1`` of the sequence that ``bell`` returns.
 
-    Each is the sum of the four 16-bit parts of its hash.
+    Each number is the sum of the four 16-bit parts of its position's hash, shifted and scaled.
     """
     bits = _bits(key, start, count, device)
     total = bits & 0xFFFF

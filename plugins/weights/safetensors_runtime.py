@@ -76,7 +76,7 @@ class SafetensorsSource:
     def through(
         self, reader: DirectReader[Wanted], targets: Sequence[WeightTarget]
     ) -> Iterator[tuple[WeightTarget, Tensor]]:
-        """Yield targets and tensors as ``stream`` does, read by ``reader``, and then close it."""
+        """Yield each target with its tensor, read by ``reader``; finally close ``reader``."""
         try:
             for span, held in reader.read(blocks_of(self._spans(targets))):
                 target, fact = span.key
@@ -106,7 +106,7 @@ class SafetensorsSource:
         return fact
 
     def _spans(self, targets: Sequence[WeightTarget]) -> list[Span[Wanted]]:
-        """Return the byte ranges of each target's rows; columns are cut on the device."""
+        """Return the byte range of each target's rows in its file; columns are cut later."""
         facts = {target.name: self._fact(target) for target in targets}
         places = {
             file: read_places(self._folder / file)
@@ -138,7 +138,7 @@ class SafetensorsSource:
         return self._files[file]
 
     def _compare(self, planned: Mapping[str, TensorFact]) -> None:
-        """Raise ``WeightError`` if the files differ from those of the plan."""
+        """Raise ``WeightError`` if the tensors in the files differ from ``planned``."""
         for name in planned.keys() | self._entries.keys():
             if planned.get(name) != self._entries.get(name):
                 raise WeightError(
@@ -152,10 +152,10 @@ def _shown(fact: TensorFact | None) -> str:
 
 
 def rows_of(held: Tensor, fact: TensorFact, target: WeightTarget) -> Tensor:
-    """Return ``target``'s slice of a tensor.
+    """Return the slice of a tensor that ``target`` describes, from the bytes of its rows.
 
     Args:
-        held: uint8, the bytes of the slice's rows.
+        held: the bytes of the slice's rows, uint8.
         fact: dtype and shape of the whole tensor.
         target: the slice.
     """
@@ -169,7 +169,10 @@ def rows_of(held: Tensor, fact: TensorFact, target: WeightTarget) -> Tensor:
 
 
 def _rows(fact: TensorFact, target: WeightTarget, size: int) -> tuple[int, int, int]:
-    """Return a target's first row, number of rows and bytes per row; a scalar is one row."""
+    """Return the first row, number of rows and bytes per row of the slice of ``target``.
+
+    A scalar counts as one row. ``size``: bytes per element.
+    """
     if not fact.shape or not fact.shape[0]:
         return 0, 1, size
     begin, end, _ = target.index[0].indices(fact.shape[0])

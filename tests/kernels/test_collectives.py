@@ -18,15 +18,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels.collectives import add_norm, expert_exchange, gather
-from glowplug.kernels.collectives.all_reduce import RECEIVE, SEND, SUM, one_shot, two_shot
-from glowplug.kernels.collectives.push import (
+from glowplug.kernels.collectives import add_norm, expert_exchange, gather  # noqa: E402
+from glowplug.kernels.collectives.all_reduce import RECEIVE, SEND, SUM, one_shot, two_shot  # noqa: E402
+from glowplug.kernels.collectives.push import (  # noqa: E402
     EMPTY_BITS,
     PeerBuffers,
     buffer_words,
     peer_buffers,
 )
-from glowplug.kernels.elementwise.norm import add_rms_norm as plain_add_rms_norm
+from glowplug.kernels.elementwise.norm import add_rms_norm as plain_add_rms_norm  # noqa: E402
 
 HALF = torch.float16
 

@@ -32,7 +32,7 @@ LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
 
 
 class FailureKind(IntEnum):
-    """The kinds of trouble, ordered so that a smaller kind may be the cause of a greater one."""
+    """The kinds of failure, ordered so that a smaller kind may be the cause of a greater one."""
 
     ENDED = 0  #: a process (or a whole host) has gone without a report
     FAILED = 1  #: a rank reported its own failure
@@ -52,16 +52,16 @@ class Trouble(msgspec.Struct, array_like=True, frozen=True):
 
 
 def first_cause(troubles: Iterable[Trouble]) -> Trouble:
-    """Return the earliest trouble of the smallest kind, which may be the cause of the others."""
+    """Return the earliest failure of the smallest kind, which may be the cause of the others."""
     return min(troubles, key=lambda trouble: trouble.kind)
 
 
 def settled(kind: int, waited: float) -> bool:
-    """Return True if the first cause is known and no more waiting is needed.
+    """Return True if an executor need not wait longer for reports of an earlier cause.
 
     Args:
         kind: kind of the first cause so far.
-        waited: seconds since the first trouble.
+        waited: seconds since the first failure was observed.
     """
     return kind == FailureKind.ENDED or waited > (
         PATIENCE if kind == FailureKind.CONSEQUENCE else SETTLE
@@ -69,7 +69,7 @@ def settled(kind: int, waited: float) -> bool:
 
 
 def host_limit(timeout: float) -> float:
-    """Return the seconds of silence after which an engine across hosts ends.
+    """Return the seconds of silence of a host or rank after which an engine on several hosts ends.
 
     The limit is chosen so that the engine has ended ``timeout`` seconds after a link broke: before
     the collectives time out, whose error would state only that a peer is missing.
@@ -107,13 +107,13 @@ class _Seen:
 
 @dataclass
 class Watch:
-    """The observed state of some ranks, and their troubles.
+    """The observed state of an executor's ranks, and their failures.
 
     Attributes:
         ranks: the ranks watched.
         limit: seconds of silence after which a rank counts as hung.
         clock: source of monotonic time, in seconds.
-        troubles: in order of arrival.
+        troubles: the failures observed, in order of arrival.
     """
 
     ranks: Sequence[int]
@@ -139,7 +139,7 @@ class Watch:
         return {rank: (seen.phase, now - seen.last_message) for rank, seen in self._seen.items()}
 
     def received(self, rank: int, messages: Iterable[Outbound]) -> None:
-        """Record messages of ``rank``; any message, even none, shows that it is alive."""
+        """Record messages of ``rank``; the call itself shows that the rank is alive."""
         seen = self._seen[rank]
         seen.last_message = self.clock()
         for message in messages:
@@ -158,9 +158,9 @@ class Watch:
                 )
 
     def ended(self, rank: int, how: str) -> None:
-        """Record that the process of ``rank`` has gone.
+        """Record that the process of ``rank`` has ended.
 
-        This is a trouble unless the rank had an orderly end or a reported failure before.
+        The end counts as a failure unless the rank left its loop or reported a failure before.
 
         Args:
             rank: the rank.
@@ -176,12 +176,12 @@ class Watch:
     def all_ended(self) -> bool:
         """Return True if every rank has left its loop in an orderly way.
 
-        Ranks leave it when the front end has gone or has stopped the engine.
+        Ranks leave their loop when the front end has gone or has stopped the engine.
         """
         return all(seen.phase == ENDED for seen in self._seen.values())
 
     def look(self, limit: float | None = None) -> None:
-        """Record a trouble for each rank that has been silent for longer than ``limit`` seconds.
+        """Record a failure for each rank that has been silent for longer than ``limit`` seconds.
 
         Args:
             limit: seconds; None: the limit of this watch.

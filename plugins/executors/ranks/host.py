@@ -19,17 +19,20 @@ TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 @dataclass(frozen=True)
 class Site:
-    """A process that supervises some of the ranks: one per host, or one per rank under torchrun.
+    """One host of the plan: a process that supervises the ranks of this host.
+
+    Under torchrun every rank has such a process, and each process counts as a host in the
+    messages between hosts.
 
     Attributes:
-        index: number of this site; site 0 runs the front end.
-        count: number of sites.
-        per: ranks per site; they are consecutive.
-        per_host: ranks per host.
-        host: address of the store where the sites meet.
-        port: port of that store.
-        serves: this site holds the store; otherwise site 0 or torchrun's agent does.
-        prefix: prefix that separates the keys of one attempt from those of another.
+        index: number of this host (under torchrun, of the process); host 0 runs the front end.
+        count: number of hosts (under torchrun, of processes).
+        per: number of ranks that each process supervises; their numbers are consecutive.
+        per_host: number of ranks on each machine.
+        host: address of the rendezvous store, over which the hosts find each other.
+        port: port of the store.
+        serves: this process runs the store; otherwise host 0 or torchrun's agent does.
+        prefix: prefix of the store's keys, which differs for each restart by torchrun.
     """
 
     index: int
@@ -46,14 +49,14 @@ class Site:
         return range(self.index * self.per, (self.index + 1) * self.per)
 
     def name(self, index: int) -> str:
-        """Return the name of a site in messages: "host 1 (ranks 2, 3)"."""
+        """Return the name of host ``index`` for messages, such as "host 1 (ranks 2, 3)"."""
         first = index * self.per
         ranks = ", ".join(map(str, range(first, first + self.per)))
         return f"host {first // self.per_host} (rank{'s' if self.per > 1 else ''} {ranks})"
 
     @property
     def rendezvous(self) -> str:
-        """URL of the store for the ranks; "held": the store exists already."""
+        """URL at which the ranks find the store; "held" in it: the store runs already."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}/{self.prefix}?held"
 
@@ -61,7 +64,7 @@ class Site:
 def find_site(
     options: TorchrunOptions, plan: EnginePlan, environment: Mapping[str, str] = os.environ
 ) -> Site:
-    """Return the site of this process.
+    """Return the host for which this process runs, from the options or torchrun's variables.
 
     Args:
         options: options of the executor.
@@ -95,7 +98,7 @@ def find_site(
 
 
 def _launched(plan: EnginePlan, environment: Mapping[str, str]) -> Site:
-    """Return the site of a process that torchrun started."""
+    """Return the host description of a process that torchrun started for one rank."""
     rank = int(environment["RANK"])
     world = int(environment["WORLD_SIZE"])
     if world != plan.ranks:

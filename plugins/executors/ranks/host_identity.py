@@ -73,7 +73,7 @@ def identity(plan: EnginePlan) -> bytes:
 
 
 def _checkpoint(facts: ModelFacts) -> str:
-    """Return a digest of the configuration and of the weights' shapes, dtypes and samples.
+    """Return a digest of a checkpoint: config.json, and shapes, dtypes and samples of the weights.
 
     The path of the model folder may differ between hosts and is not part of it.
     """
@@ -112,7 +112,7 @@ def differences(identities: Sequence[bytes], names: Sequence[str]) -> list[Refus
 
 
 def _differing(ours: str, theirs: str) -> tuple[str, str]:
-    """Return both values; of two JSON objects, only the entries that differ."""
+    """Return ``ours`` and ``theirs``; if both are JSON objects, only the entries that differ."""
     if not (ours.startswith("{") and theirs.startswith("{")):
         return ours, theirs
     first = msgspec.json.decode(ours)

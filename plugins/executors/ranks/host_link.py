@@ -1,8 +1,8 @@
-"""Messages between sites through the rendezvous store: identities, heartbeats and failures.
+"""Messages between hosts through the rendezvous store: identities, heartbeats and failures.
 
-A site is a process that supervises ranks (``host.py``). The store is torch.distributed's. After the
-meeting separate threads call the store, because a call never returns when the link to the store is
-broken.
+A host is represented by the process that supervises its ranks; under torchrun each process counts
+as a host (``Site`` in ``host.py``). The store is torch.distributed's. After the hosts have met,
+separate threads call the store, because a call never returns when the link to the store is broken.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from glowplug.plugins.executors.ranks.failure_cause import (
 )
 from glowplug.plugins.executors.ranks.host import Site
 
-POLL = 0.05  #: seconds between checks for sites that have not arrived
+POLL = 0.05  #: seconds between checks for hosts that have not arrived
 FOREVER = timedelta(days=365)  #: timeout of a wait that has no limit
 
 
 class Beat(msgspec.Struct, array_like=True):
-    """A message that a site writes to the store every BEAT seconds.
+    """Heartbeat that each host writes to the store every BEAT seconds.
 
     Attributes:
-        count: number of the message; a new number shows that the site is alive.
-        ranks: rank -> (phase, seconds of silence) of the site's own ranks.
-        trouble: reason why the site ends, if it failed.
+        count: number of the heartbeat; a new number shows that the host is alive.
+        ranks: rank -> (phase, seconds since its last message), for the host's own ranks.
+        trouble: the failure for which the host ends; None if it has not failed.
         leaving: the engine stops in an orderly way.
     """
 
@@ -53,19 +53,19 @@ class Beat(msgspec.Struct, array_like=True):
 
 
 class HostLink:
-    """This site's end of the messages between sites.
+    """Connection of this host to the other hosts, through the rendezvous store.
 
     Call ``open`` and ``meet`` first, then ``start``: its threads exchange heartbeats and frames
     until ``close``.
 
     Args:
-        site: this site.
-        limit: seconds of silence after which another site counts as gone.
-        states: returns (phase, seconds of silence) of each of this site's ranks.
+        site: this host.
+        limit: seconds of silence after which another host counts as gone.
+        states: returns (phase, seconds since its last message) of each of this host's ranks.
 
     Attributes:
-        wake: pipe that is readable when a frame of another site has arrived.
-        frames: frames of other sites' ranks for the front end; used on site 0.
+        wake: pipe that is readable when a frame of another host has arrived.
+        frames: frames of other hosts' ranks for the front end; used on host 0.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class HostLink:
     # ---- meeting ---------------------------------------------------------------------------------
 
     def open(self, timeout: float) -> Site:
-        """Connect to the store; site 0 listens, unless torchrun's agent holds the store.
+        """Connect to the store; host 0 starts it first, unless torchrun's agent runs it.
 
         Args:
-            timeout: seconds.
+            timeout: seconds to wait for the store.
 
         Returns:
-            The site with the store's actual port.
+            The description of this host, with the store's actual port.
 
         Raises:
             EngineDead: the store cannot be reached.
@@ -129,17 +129,17 @@ class HostLink:
         return PrefixStore(f"sites {site.prefix}", found), found
 
     def meet(self, identity: bytes, timeout: float) -> list[bytes]:
-        """Exchange identities with all sites.
+        """Exchange identities with all hosts: the facts that must be equal on every host.
 
         Args:
-            identity: the identity of this site.
-            timeout: seconds.
+            identity: the identity of this host, from ``host_identity.identity``.
+            timeout: seconds to wait for the other hosts.
 
         Returns:
-            The identity of every site, by site number.
+            The identity of every host, in order of their numbers.
 
         Raises:
-            EngineDead: some sites have not arrived in time (the message names them), or the store
+            EngineDead: some hosts have not arrived in time (the message names them), or the store
                 has gone.
         """
         me = self.site.index
@@ -161,7 +161,7 @@ class HostLink:
         return found
 
     def _await_identities(self, deadline: float, timeout: float) -> None:
-        """Wait until the store has every site's identity; the error message gives ``timeout``."""
+        """Wait until the store has all hosts' identities; the error message gives ``timeout``."""
         missing = list(range(self.site.count))
         while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
             if time.monotonic() > deadline or self._closed.is_set():
@@ -171,7 +171,7 @@ class HostLink:
             time.sleep(POLL)
 
     def _leave_together(self, deadline: float) -> None:
-        """Make site 0, which holds the store, wait until every site has read the identities."""
+        """Make host 0, which may run the store, wait until every host has read the identities."""
         read = self._store.add("read", 1)
         while self.site.index == 0 and read < self.site.count and time.monotonic() < deadline:
             time.sleep(POLL)
@@ -222,7 +222,7 @@ class HostLink:
             self._beats[other] = beat
 
     def phases(self) -> dict[int, str]:
-        """Return the last reported phase of each rank of the other sites."""
+        """Return the last reported phase of each rank of the other hosts."""
         return {
             rank: phase
             for beat in list(self._beats.values())
@@ -230,14 +230,16 @@ class HostLink:
         }
 
     def leaving(self) -> bool:
-        """Return True if site 0 has reported that the engine stops."""
+        """Return True if host 0 has reported that the engine stops."""
         return self._beats.get(0, Beat()).leaving
 
     def look(self, limit: float | None = None) -> list[Trouble]:
-        """Return the troubles that other sites have reported, and one for each silent site.
+        """Return the failures that other hosts have reported, and one for each silent host.
+
+        If the store cannot be reached, the last failure is that of host 0.
 
         Args:
-            limit: seconds of silence; None: the limit of this link.
+            limit: seconds without a heartbeat that count as silence; None: ``self.limit``.
         """
         now = time.monotonic()
         limit = self.limit if limit is None else limit
@@ -262,10 +264,10 @@ class HostLink:
         return found
 
     def look_at_ranks(self, limit: float) -> list[Trouble]:
-        """Return the failures of other hosts and of their ranks.
+        """Return the failures that ``look`` finds, and one for each silent rank of another host.
 
         Args:
-            limit: seconds without a report after which a host or a rank has failed.
+            limit: seconds without a message after which a host or rank counts as silent.
         """
         found = self.look(limit)
         for other, beat in list(self._beats.items()):
@@ -281,7 +283,7 @@ class HostLink:
         return f" (phase {', '.join(phases)})" if phases else ""
 
     def report(self, trouble: Trouble | None, wait: float) -> None:
-        """Report why this site ends, and wait until the store has the report.
+        """Report to the other hosts why this one ends, and wait until the store has the report.
 
         Args:
             trouble: the reason; None: the engine stops in an orderly way.
@@ -306,7 +308,7 @@ class HostLink:
     # ---- outputs of leaders on other hosts -------------------------------------------------------
 
     def forward(self, frame: bytes) -> None:
-        """Queue a frame for the front end; the order is kept. May be called from any thread."""
+        """Send a frame to the front end on host 0, in order. May be called from any thread."""
         self._outgoing.put(frame)
 
     def _send_forever(self) -> None:
@@ -328,7 +330,7 @@ class HostLink:
                 self._waker.send_bytes(b"1")
 
     def take(self) -> list[bytes]:
-        """Return the frames that have arrived from other sites."""
+        """Return the frames that have arrived from other hosts since the last call."""
         found = []
         with contextlib.suppress(Empty, EOFError, OSError):
             while self.wake.poll():
@@ -339,7 +341,7 @@ class HostLink:
 
 
 def named(trouble: Trouble, site: str) -> Trouble:
-    """Return the trouble with the name of its site in the text."""
+    """Return ``trouble`` with the host's name, ``site``, before its text."""
     return Trouble(trouble.kind, f"{site}: {trouble.text}", trouble.traceback)
 
 
@@ -348,7 +350,7 @@ def _silent_for(seconds: float) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of an error of torch, without its C++ stack."""
+    """Return the first line of torch's error message, without the C++ stack after it."""
     return str(error).partition("\n")[0].partition(" Exception raised from")[0]
 
 

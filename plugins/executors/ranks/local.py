@@ -39,7 +39,7 @@ class LocalRanks:
     One thread calls all methods; only ``send`` may be called from other threads.
 
     Attributes:
-        watch: the observed state of the ranks. Troubles are recorded there and never raised here.
+        watch: the observed state of the ranks. Failures are recorded there and never raised here.
     """
 
     def __init__(self, ranks: Sequence[int], watchdog: float, threads: int | None) -> None:
@@ -80,7 +80,7 @@ class LocalRanks:
                 return
 
     def receive(self, timeout: float | None, also: Sequence[Connection] = ()) -> list[bytes]:
-        """Wait for frames and return those for the front end.
+        """Wait for frames from the ranks and return those for the front end.
 
         Args:
             timeout: seconds to wait at most; None: no limit.
@@ -111,7 +111,7 @@ class LocalRanks:
         return [frame] if any(for_front(message) for message in messages) else []
 
     def settle(self) -> Trouble:
-        """Go on reading for a moment after the first trouble, then return the first cause."""
+        """Read reports for a moment after the first failure, then return its first cause."""
         deadline = time.monotonic() + SETTLE
         while (
             first_cause(self.watch.troubles).kind != FailureKind.ENDED
@@ -142,7 +142,7 @@ class LocalRanks:
 
 
 def _log(messages: Sequence[Outbound]) -> None:
-    """Log the notes of starting ranks: rank 0's at level INFO, other ranks' at DEBUG."""
+    """Log the notes that starting ranks send: rank 0's at level INFO, other ranks' at DEBUG."""
     for message in messages:
         if isinstance(message, Progress) and message.note:
             logger.log(

@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1  #: Linux's number of this operation of prctl
 
 
 class Pipe(Protocol):
-    """A rank's end of the connection to its executor.
+    """A rank's end of the connection between the rank and its executor.
 
     Its methods raise EOFError or OSError once the other end has gone.
     """
@@ -44,7 +44,7 @@ class Pipe(Protocol):
 
 
 class RankLink:
-    """Reports and heartbeats of a rank on its pipe.
+    """Sender of a rank's reports and heartbeats to its executor, over the pipe.
 
     The rank's loop and the heartbeat thread share the pipe, so sends are serialised.
 
@@ -90,7 +90,7 @@ class RankLink:
         self.send([Failed(self.rank, self.phase, reason, stack, consequence)])
 
     def beat_forever(self, limit: float) -> None:
-        """Send a heartbeat every BEAT seconds, and a failure once the loop stands still.
+        """Send a heartbeat every BEAT seconds, and report a failure once the loop stands still.
 
         Args:
             limit: seconds without a turn of the loop that count as a failure. The limit does not
@@ -110,7 +110,8 @@ class RankLink:
     def _stuck(self, still: float) -> Failed:
         """Return the failure message of a loop that has stood still for ``still`` seconds.
 
-        It is a consequence, not a cause, if the rank waits for another one in a collective.
+        The message is marked as a consequence of another rank's failure if this rank waits in a
+        collective.
         """
         frames = _frames(sys._current_frames().get(self.loop))
         waits = any(frame.f_globals.get("__name__") == self.waits_in for frame in frames)
@@ -164,7 +165,7 @@ def _shorten_spinning() -> None:
 
 
 def run_rank(pipe: Pipe, plan_json: bytes, rank: int, threads: int | None, rendezvous: str) -> bool:
-    """Build a rank and serve in the calling thread.
+    """Build a rank and run its loop in the calling thread until the engine ends.
 
     Returns:
         False if the rank failed; it has then reported the failure.
@@ -224,7 +225,7 @@ def _build(
 
 
 def _serve(engine: Engine, link: RankLink) -> None:
-    """Run the engine's loop until the end.
+    """Run the rank's loop until the front end leaves or stops the engine.
 
     Rank 0 reads its pipe and blocks only when the engine is idle. The other ranks follow rank 0's
     turns. Every rank sends its messages for the front end on its own pipe.
@@ -244,7 +245,7 @@ def _serve(engine: Engine, link: RankLink) -> None:
 
 
 def _drain(pipe: Pipe, timeout: float) -> tuple[list[bytes], bool]:
-    """Read the frames that have arrived, waiting at most ``timeout`` seconds for the first.
+    """Read the frames that have arrived, waiting at most ``timeout`` seconds for the first one.
 
     Returns:
         (frames, True if the front end has gone).

@@ -31,7 +31,7 @@ class GraphRecorder(Protocol):
     """Recorder that captures one piece of a step at a time as a graph."""
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Run ``work`` once for first-use costs, then capture it.
+        """Run ``work`` once, so that first-use costs are not captured, then capture it.
 
         Returns:
             A function that replays the graph, and the results, which are already valid.
@@ -39,22 +39,22 @@ class GraphRecorder(Protocol):
         ...
 
     def loosen(self, results: T) -> T:
-        """Return the same results without ownership of their memory.
+        """Return the tensors of ``results`` without ownership of their memory.
 
-        From then on, the replay of another graph may overwrite them.
+        From then on, the replay of another graph may overwrite the results.
         """
         ...
 
 
 @dataclass(frozen=True)
 class GraphShape:
-    """The shape of a decode graph and the place of its padding.
+    """The shape of a decode graph, and the row of the sequence table for its padding.
 
     Attributes:
         mode: Mode of the step.
         rows: Rows of the padded batch.
         width: Tokens per row.
-        keys: Length of the longest row it can hold.
+        keys: Number of cached tokens of the longest row that the graph can hold.
         page_size: Tokens per page.
         spare: Row of the sequence table that no sequence uses, for padding rows.
     """
@@ -68,25 +68,25 @@ class GraphShape:
 
     @staticmethod
     def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0) -> GraphShape:
-        """Return the shape for ``rows`` rows; ``keys`` = 0 means the plan's longest row."""
+        """Return the shape for ``rows`` rows of up to ``keys`` tokens; 0: the plan's longest."""
         return GraphShape(
             mode, rows, sizes.width, keys or sizes.positions, sizes.page_size, sizes.max_running
         )
 
     @property
     def columns(self) -> int:
-        """Number of pages of the longest row."""
+        """Number of pages of the longest row: the columns of the page table."""
         return -(-self.keys // self.page_size)
 
     @property
     def fields(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
-        """Length and dtype of positions, KV slots, rows and kv_lens, in the order of the memory."""
+        """Length and dtype of positions, KV slots, rows and kv_lens, in their order in memory."""
         tokens = self.rows * self.width
         return (tokens, LONG), (tokens, LONG), (self.rows, LONG), (self.rows, INT)
 
     @property
     def offsets(self) -> list[int]:
-        """Byte offset of each field, and of the end of the last one."""
+        """Byte offset of each field in the memory, and of the end of the last field."""
         ends = [0]
         for length, dtype in self.fields:
             ends.append(ends[-1] + -(-length * dtype.itemsize // FIELD_ALIGNMENT) * FIELD_ALIGNMENT)
@@ -96,16 +96,16 @@ class GraphShape:
     def padded_length(self) -> int:
         """Number of cached tokens of a padding row.
 
-        They are the row's own tokens and, with drafts, one before them, because a draft's cache has
-        no entry at the first position.
+        These are the tokens that the row computes and, with drafts, one token before them, because
+        a draft's cache has no entry at the first position.
         """
         return self.width + (self.width > 1)
 
     @property
     def padded_columns(self) -> int:
-        """Number of pages that a padding row and its drafts may touch.
+        """Number of page-table entries that a padding row and its drafts may read.
 
-        All of them are the scratch page.
+        Each of these entries is the scratch page.
         """
         return -(-(self.padded_length + self.width) // self.page_size)
 
@@ -137,9 +137,9 @@ class CapturedPiece:
 
 
 class DecodeGraph:
-    """The ``core.step.graph_pieces.GraphPieces`` of one captured decode graph.
+    """One captured decode graph, as a ``core.step.graph_pieces.GraphPieces``.
 
-    Pieces are captured while ``recorder`` is set and replayed afterwards.
+    Pieces of the step are captured while ``recorder`` is set and replayed afterwards.
 
     Attributes:
         shape: The graph's shape.
@@ -223,9 +223,9 @@ class DecodeGraph:
         return self._graphs[name][1]  # type: ignore[no-any-return]
 
     def seal(self) -> None:
-        """End the capture of the graph.
+        """End the capture of this graph.
 
-        From then on, graphs that are captured later may use the memory of its results.
+        Graphs that are captured later may then use the memory of its results.
         """
         assert self.recorder is not None, "a graph is sealed only once"
         self._graphs = {
@@ -236,7 +236,7 @@ class DecodeGraph:
 
     @property
     def pieces(self) -> tuple[str, ...]:
-        """Names of the captured pieces."""
+        """Names of the captured pieces of the step."""
         return tuple(self._graphs)
 
     # ---- filling ---------------------------------------------------------------------------------

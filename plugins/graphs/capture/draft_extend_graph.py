@@ -17,7 +17,7 @@ from glowplug.plugins.graphs.capture.prefill_graph import Tape
 
 
 class ExtendMemory:
-    """Inputs of all draft-extend graphs, for up to ``tokens`` tokens.
+    """Input buffers of all draft-extend graphs, for up to ``tokens`` tokens.
 
     Graphs of fewer tokens use the first rows.
     """
@@ -29,7 +29,7 @@ class ExtendMemory:
         self._live = 0  # tokens before this index belong to the last step, later ones are zero
 
     def first(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the first ``tokens`` tokens' inputs, as arguments of ``ExtendWork.extend``."""
+        """Return the first ``tokens`` rows of the inputs, as arguments of ``ExtendWork.extend``."""
         return (
             self._ids[:tokens],
             self._positions[:tokens],
@@ -78,12 +78,12 @@ class Extends:
         """Capture graphs for ``counts`` tokens, the largest first, and install them.
 
         Args:
-            draft_extend: The draft's pass; its ``replacement`` is set.
+            draft_extend: The draft's pass; the graphs become its ``replacement``.
             counts: Token counts.
             device: Device of the graphs.
             tape: Recorder that captures a pass.
             failed: Called with the error and the token count when a capture fails; may raise.
-            report: Called with the number of graphs done.
+            report: Called with the number of graphs captured so far.
         """
         work = draft_extend.work
         if work is None or not counts:
@@ -116,7 +116,7 @@ class Extends:
         return self._counts
 
     def release(self) -> None:
-        """Remove the graphs from ``DraftExtend``, so that its calls run eagerly again."""
+        """Remove the graphs from ``DraftExtend``, so that the draft's passes run eagerly again."""
         if self._draft_extend is not None:
             self._draft_extend.replacement = None
 
@@ -124,7 +124,7 @@ class Extends:
 def _captured(
     work: ExtendWork, tokens: tuple[Tensor, Tensor, Tensor, Tensor], tape: Tape
 ) -> Callable[[], None]:
-    """Capture ``work`` as a single graph and replay it once."""
+    """Capture ``work`` as one graph, replay it once, and return the function that replays it."""
     pieces, _ = tape.record(lambda: work.extend(*tokens))
     (piece,) = pieces
     piece()  # the first launch of a graph takes longer

@@ -31,12 +31,12 @@ T = TypeVar("T")
 class Tape(Protocol):
     """Recorder that captures a forward pass as pieces between its split points.
 
-    The results do not own their memory: the replay of another pass may overwrite them, and a later
-    piece of the same pass may overwrite the rows given to a split point.
+    The captured results do not own their memory: the replay of another pass may overwrite them, and
+    a later piece of the same pass may overwrite the rows given to a split point.
     """
 
     def record(self, work: Callable[[], T]) -> tuple[list[Callable[[], None]], T]:
-        """Run ``work`` once for first-use costs, then capture it.
+        """Run ``work`` once, so that first-use costs are not captured, then capture it.
 
         Returns:
             Functions that replay the pieces between the split points, in order, and the results of
@@ -45,7 +45,7 @@ class Tape(Protocol):
         ...
 
     def split(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """End the current piece within ``work`` and begin the next one.
+        """End the piece being captured, at a split point within ``work``, and begin the next piece.
 
         Returns:
             ``rows`` as a replay of the piece leaves them; None while nothing is captured.
@@ -54,7 +54,7 @@ class Tape(Protocol):
 
 
 class PassMemory:
-    """Inputs of all passes and the results of their split points, for up to ``tokens`` tokens.
+    """Buffers of ``tokens`` rows for the inputs of all passes and for results of split points.
 
     Passes of fewer tokens use the first rows.
     """
@@ -78,7 +78,7 @@ class PassMemory:
         return self._results[key]
 
     def fill(self, ids: Tensor, positions: Tensor) -> None:
-        """Copy ids and positions, int64 [n] each, into the input buffers and clear the rest.
+        """Copy token ids and positions, int64 [n] each, into the input buffers and clear the rest.
 
         The copies are enqueued without waiting for the device.
         """
@@ -111,7 +111,7 @@ class _Call:
 
 
 class Pass:
-    """A captured pass of ``tokens`` tokens, called like ``Steps.forward``.
+    """A captured prefill pass of ``tokens`` tokens, called like ``Steps.forward``.
 
     A call may have fewer tokens, but not more.
     """
@@ -144,14 +144,15 @@ class Pass:
             steps.split_points.replacement = None
 
     def _take(self, work: SplitCall, rows: tuple[Tensor, ...], width: int) -> Tensor:
-        """End a graph at a split point, and note its eager call for the replay.
-
-        The result is the buffer into which the call writes.
+        """End the current graph at a split point, and note the call there for the replay.
 
         Args:
-            work: the call at the split point, which runs eagerly.
+            work: the call at the split point, which runs eagerly between two graphs.
             rows: arguments of ``work``, [tokens, ...] each.
-            width: width of the result.
+            width: number of columns of the call's result.
+
+        Returns:
+            The buffer [tokens, width] into which the call writes its result.
         """
         result = self._memory.result(rows[0], width)[: self.tokens]
         kept = self._tape.split(rows)
@@ -176,7 +177,7 @@ class Pass:
 
 
 class Passes:
-    """All captured passes, by their number of tokens."""
+    """All captured prefill passes, by their number of tokens."""
 
     def __init__(self) -> None:
         self._passes: dict[int, Pass] = {}
@@ -197,7 +198,7 @@ class Passes:
             counts: Token counts.
             tape: Recorder that captures a pass.
             failed: Called with the error and the pass when a capture fails; may raise.
-            report: Called with the number of passes done.
+            report: Called with the number of passes captured so far.
         """
         memory = PassMemory(max(counts, default=0), torch.device(steps.device))
         for done, tokens in enumerate(sorted(counts, reverse=True)):
@@ -212,7 +213,7 @@ class Passes:
         self._counts = sorted(self._passes)
 
     def find(self, tokens: int) -> Pass | None:
-        """Return the smallest pass for at least ``tokens`` tokens, or None."""
+        """Return the smallest pass for at least ``tokens`` tokens; None if all are smaller."""
         if not 0 < tokens <= (self._counts[-1] if self._counts else 0):
             return None
         return self._passes[self._counts[bisect_left(self._counts, tokens)]]

@@ -20,7 +20,7 @@ _unused: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def stream_for(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """Return a capture stream that no other owner has while ``owner`` lives.
+    """Return a stream for captures that no other owner gets while ``owner`` lives.
 
     NOTE: streams are reused instead of created each time. cuBLAS keeps 32 MiB for each stream that
     has run a GEMM until the process ends, so every closed engine would leave them behind. Graphs
@@ -81,9 +81,10 @@ class CudaRecorder:
 
 
 def make_room() -> None:
-    """Release cached memory between a piece's first run and its capture if too much is cached.
+    """Release the allocator's cached memory before a capture, if too much is cached.
 
-    The first run may have left cached blocks that the graphs' pool cannot use.
+    A piece's first run, before its capture, may have left cached blocks that the graphs' pool
+    cannot use.
     """
     if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > CACHED_BYTES_MAX:
         torch.cuda.empty_cache()
@@ -124,7 +125,7 @@ class _Memory:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory that does not keep it allocated."""
+    """Return a tensor over the memory of ``tensor`` that does not keep this memory allocated."""
     if tensor.numel() == 0:
         return tensor
     memory: Tensor = torch.as_tensor(_Memory(tensor), device=tensor.device)

@@ -12,7 +12,7 @@ BUFFERS = 16  #: copies that may be in flight before the host waits for the olde
 
 
 class Staging:
-    """A ring of pinned buffers of ``size`` bytes; pageable memory if the device is the host."""
+    """A ring of host buffers of ``size`` bytes for copies to ``device``; pinned if it is a GPU."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -32,7 +32,7 @@ class Staging:
         return at
 
     def copy(self, at: int, source: Tensor, target: Tensor) -> None:
-        """Enqueue a copy of ``source``, part of buffer ``at``, to ``target`` on the device.
+        """Enqueue a copy to ``target`` on the device from ``source``, a view of buffer ``at``.
 
         The buffer is free again when the copy has completed.
         """
