@@ -45,7 +45,7 @@ class Dispatched(NamedTuple):
 
 
 def row_words(hidden: int, topk: int) -> int:
-    """Return the number of 16-bit words of a token in the buffers: the ``tile`` of both."""
+    """Return the number of 16-bit words of a token: the ``tile`` of both exchanges."""
     return -(-(hidden + 4 * topk) // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 

@@ -218,7 +218,7 @@ def clear_one(place, mask, like):
 
 @triton.jit
 def clear(at, mask, own, turn, capacity, RANKS: tl.constexpr):
-    """Mark the words at index ``at`` of the previous turn's buffers as empty."""
+    """Mark the words at index ``at`` of the buffer of the turn before ``turn`` as empty."""
     former = (turn + TURNS - 1) % TURNS
     for index in tl.static_range(RANKS - 1):
         clear_one(own + (former * (RANKS - 1) + index) * capacity + at, mask, own)

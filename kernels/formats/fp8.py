@@ -144,7 +144,7 @@ def dequantize_weight(
 
 
 def block_scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-    """Compute x weight^T of block FP8 operands as the reference, float32 [T, N].
+    """Compute x weight^T of block FP8 operands in plain torch, float32 [T, N].
 
     Each 128-deep partial sum is scaled and accumulated in float32, as on FP8 tensor cores with
     promotion.

@@ -53,7 +53,7 @@ def dequantize(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-    """Compute x weight^T of int8 operands as the reference, float32 [T, N].
+    """Compute x weight^T of int8 operands in plain torch, float32 [T, N].
 
     Sums are exact (int32, or float64 on devices without an integer GEMM) and scaled once.
 

@@ -47,7 +47,8 @@ def experts_host(
     """Compute :func:`experts_reference` on the CPU, where reading ids is free. Ids must be >= 0.
 
     Few pairs are computed by matrix-vector products. Even loads are computed by one padded batched
-    GEMM over all experts, which uses every core, other loads by a loop over the chosen experts.
+    GEMM over all experts, which uses every core, other loads (many experts, few of them chosen)
+    by a loop over the chosen experts.
     """
     tokens = ids.shape[0]
     pairs = ids.numel()

@@ -172,6 +172,8 @@ def _compile(
 ) -> list[str]:
     """Run each (GEMM, configuration, tokens) once, so that its kernel is cached on disk.
 
+    The experts are only a few of the problem's.
+
     Returns:
         Keys of the configurations that failed.
     """

@@ -66,8 +66,8 @@ def best_splits(blocks: int, tiles: int, programs: int) -> int:
 
     A row has at most ``tiles`` tiles of keys. The number minimises the time for rows of
     TYPICAL_TILES tiles, in units of the time for one tile: rounds of ``programs`` programs at a
-    time, where a program costs two and a half tiles to begin and a
-    merge costs one more. Of equal costs the largest number is taken, which suits longer rows.
+    time, where a program costs two and a half tiles to begin and a merge costs one
+    more. Of equal costs the largest number is taken, which suits longer rows.
     """
 
     def cost(splits: int) -> float:
