@@ -123,8 +123,8 @@ def add_rms_norm(
         residual: [T, N], equal on all ranks.
         weight: [N].
         eps: epsilon of the norm.
-        buffers: the group's buffers, with a tile for each token: T * tile <= capacity.
-        ids: int [T, K], expert of each row of x; rows with negative ids are not summed.
+        buffers: the group's buffers, with a tile for each row: T * tile <= capacity.
+        ids: int [T, K]; rows of x with negative ids do not count.
         plain: receives the norm, [T, N].
         quantized: receives the norm as E4M3 values [T, N] and float32 scales.
         stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
