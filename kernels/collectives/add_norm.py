@@ -60,7 +60,10 @@ def _add_norm(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Normalise one token; SUMMED_ROWS: rows of x to sum for it, 0: its own row alone."""
+    """Sum a token over the ranks, add the residual, and store the norm of the sum.
+
+    ``SUMMED_ROWS``: number of rows of x to sum for the token; 0: x has one row per token.
+    """
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -96,7 +99,7 @@ def _add_norm(
 
 
 def warps_for(block: int) -> int:
-    """Return the warps of a program that normalises ``block`` numbers."""
+    """Return the number of warps of a program that normalises ``block`` numbers."""
     return 4 if block <= 1024 else 8 if block <= 2048 else 16 if block <= 4096 else 32
 
 
@@ -123,7 +126,7 @@ def add_rms_norm(
         ids: int [T, K]; rows of x with negative ids do not count.
         plain: receives the norm, [T, N].
         quantized: receives the norm as E4M3 values [T, N] and float32 scales.
-        stages: stages to run; all but for tests.
+        stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
 
     Returns:
         The sum with the residual, [T, N].

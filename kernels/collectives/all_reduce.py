@@ -50,7 +50,7 @@ def _one_shot(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Sum x [count] over the ranks to ``out``."""
+    """Write the sum of x [count] over the ranks to ``out``, in one exchange with all peers."""
     dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, x)
     first = tl.program_id(0)
@@ -91,7 +91,10 @@ def _two_shot(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Sum x [count] over the ranks to ``out``; ``terms`` and ``sums``: the peers of two buffers."""
+    """Write the sum of x [count] over the ranks to ``out``; each tile is summed by its owner.
+
+    ``terms`` and ``sums``: ``PeerBuffers.peers`` of the buffers for numbers to sum and for sums.
+    """
     dependent_launch.begin(DEPENDENT)
     own_terms = buffers_of(terms, RANK, x)
     own_sums = buffers_of(sums, RANK, x)
@@ -144,7 +147,7 @@ def one_shot(x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES) -> Tenso
     Args:
         x: contiguous; ``buffers.fits(x)``.
         buffers: the group's buffers.
-        stages: stages to run; all but for tests.
+        stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
     """
     out = torch.empty_like(x)
     count = x.numel()
@@ -178,7 +181,7 @@ def two_shot(
         x: contiguous; ``terms.fits(x, ranks)``.
         terms: buffers for the numbers that an owner sums; their ``turns`` count all tiles of x.
         sums: buffers for the owners' sums, of the same capacity and tile.
-        stages: stages to run; all but for tests.
+        stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
         out: the result's tensor, for tests that run the stages one by one.
     """
     if out is None:
@@ -203,5 +206,5 @@ def two_shot(
 
 
 def warps_for(tile: int) -> int:
-    """Return the warps of a program; a thread holds at least four numbers."""
+    """Return the number of warps of a program for ``tile`` numbers, at least four per thread."""
     return 4 if tile <= 512 else 8 if tile <= 1024 else 16

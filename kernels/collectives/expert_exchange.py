@@ -45,13 +45,13 @@ class Dispatched(NamedTuple):
 
 
 def row_words(hidden: int, topk: int) -> int:
-    """Return the 16-bit words of a token in the buffers, the ``tile`` of both exchanges."""
+    """Return the number of 16-bit words of a token: the ``tile`` of both exchanges."""
     return -(-(hidden + 4 * topk) // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 @triton.jit
 def _held(ids, share, HELD: tl.constexpr):
-    """Return the numbers of ``ids`` within a share of HELD experts; -1 for other experts."""
+    """Return the places of expert ``ids`` in ``share``, of HELD experts; -1 if not in it."""
     local = ids - share * HELD
     return tl.where((local >= 0) & (local < HELD), local, -1)
 
@@ -86,7 +86,10 @@ def _dispatch(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Exchange row ``program_id(0)`` of all ranks. WITHIN: ranks that share HELD experts."""
+    """Send row ``program_id(0)`` of this rank, and receive this row of all ranks.
+
+    ``WITHIN``: number of neighbouring ranks that hold parts of the same HELD experts.
+    """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     choice = tl.arange(0, BLOCK_K)
@@ -165,7 +168,10 @@ def _combine(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Send back the results of row ``program_id(0)`` of all ranks, and sum this rank's own row."""
+    """Send every rank this rank's results for that rank's row ``program_id(0)``.
+
+    Then sum the results that arrive for this rank's own row.
+    """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     choice = tl.arange(0, BLOCK_K)
@@ -230,11 +236,11 @@ def dispatch(
         x: [T, hidden], bfloat16 or float16, of an even size.
         ids: chosen experts, int [T, K].
         weights: float32 [T, K].
-        rows: rows S of every rank, at least T.
-        held: experts of each share; ranks hold shares in their order.
+        rows: number S of rows of every rank, at least T; rows after the tokens are empty.
+        held: number of experts of a share; ranks hold the shares in order of rank.
         buffers: the group's buffers, with a tile of ``row_words`` for each of S rows.
-        within: neighbouring ranks that share the width of the same experts.
-        stages: stages to run; all but for tests.
+        within: number of neighbouring ranks that hold parts of the same share.
+        stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
         out: the result's tensors, for tests that run the stages one by one.
     """
     x = rows_of(x)
@@ -297,11 +303,11 @@ def combine(
             may hold anything.
         local: ``Dispatched.ids``.
         ids: experts of this rank's tokens, int [T, K], as in ``dispatch``.
-        held: experts of each share.
+        held: number of experts of a share.
         buffers: the group's buffers, others than those of ``dispatch``, with a tile for each row.
-        within: neighbouring ranks that share the width of the same experts.
+        within: number of neighbouring ranks that hold parts of the same share.
         beside: [T, hidden], to be added in float32.
-        stages: stages to run; all but for tests.
+        stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
     """
     tokens, topk = ids.shape
     hidden = y.shape[1]
@@ -337,5 +343,5 @@ def combine(
 
 
 def warps_for(hidden: int) -> int:
-    """Return the warps of a program that moves a token."""
+    """Return the number of warps of a program that moves a token."""
     return 4 if hidden <= 2048 else 8 if hidden <= 4096 else 16

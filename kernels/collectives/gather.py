@@ -41,7 +41,10 @@ def _all_gather(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Copy x [rows, columns] of every rank to ``out``, strided by row and rank."""
+    """Copy x [rows, columns] of every rank to ``out``.
+
+    ``row_stride`` and ``rank_stride``: strides of ``out`` between rows and between ranks.
+    """
     dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, x)
     first = tl.program_id(0)
@@ -92,7 +95,7 @@ def _reduce_scatter(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Sum part RANK of x [RANKS, count] over the ranks to ``out`` [count]."""
+    """Write the sum over the ranks of part RANK of x [RANKS, count] to ``out`` [count]."""
     dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, x)
     first = tl.program_id(0)
@@ -130,9 +133,9 @@ def all_gather(
 
     Args:
         x: [R, N], contiguous; ``rows_that_fit(x, buffers)`` is at least R.
-        out: [R, ranks, N], any strides but of the last dimension.
+        out: [R, ranks, N], written; its last dimension must be contiguous.
         buffers: the group's buffers.
-        stages: stages to run; all but for tests.
+        stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
     """
     rows, columns = x.shape
     capacity, tile = buffers.words(x)
@@ -155,7 +158,7 @@ def all_gather(
 
 
 def rows_that_fit(x: Tensor, buffers: PeerBuffers) -> int:
-    """Return how many rows of x [R, N] can be sent in one call."""
+    """Return the number of rows of x [R, N] that can be sent in one call."""
     if x.dtype not in SENT_DTYPES or not x.shape[1]:
         return 0
     capacity, tile = buffers.words(x)
@@ -168,7 +171,7 @@ def reduce_scatter(x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES) ->
     Args:
         x: [ranks * N, ...], contiguous; ``buffers.fits(x, ranks)``.
         buffers: the group's buffers.
-        stages: stages to run; all but for tests.
+        stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
 
     Returns:
         [N, ...] in x's dtype.

@@ -42,8 +42,7 @@ class PeerBuffers:
     """Receiving buffers of a group of ranks, as one of the ranks sees them.
 
     A rank's buffers are 16-bit words [BUFFERS, ranks - 1, capacity], or half as many of 32 bits.
-    The second index is the distance from
-    the receiving rank to the sending rank, less one.
+    The second index is the distance from the receiving rank to the sending rank, less one.
 
     Attributes:
         rank: this rank's number in the group.
@@ -67,7 +66,7 @@ class PeerBuffers:
     limit: int = 0
 
     def fits(self, x: Tensor, ranks: int = 1) -> bool:
-        """Return whether ``ranks`` equal parts of x can be sent in one call."""
+        """Return whether x can be sent in one call, one of ``ranks`` equal parts to each rank."""
         return x.dtype in SENT_DTYPES and x.numel() * x.element_size() <= 2 * self.capacity * ranks
 
     def constants(self, stages: int) -> dict[str, Any]:
@@ -85,12 +84,12 @@ class PeerBuffers:
         }
 
     def words(self, x: Tensor) -> tuple[int, int]:
-        """Return (capacity, tile) in numbers of x's dtype."""
+        """Return ``capacity`` and ``tile``, counted in elements of x instead of 16-bit words."""
         return self.capacity * 2 // x.element_size(), self.tile * 2 // x.element_size()
 
 
 def buffer_words(ranks: int, capacity: int) -> int:
-    """Return the 16-bit words of one rank's receiving buffers."""
+    """Return the number of 16-bit words of one rank's receiving buffers."""
     return BUFFERS * (ranks - 1) * capacity
 
 
@@ -130,7 +129,7 @@ def peer_buffers(
 
 @triton.jit
 def empty_word(WORD: tl.constexpr):
-    """Return the bits that stand for nothing in words of type WORD."""
+    """Return the word of type WORD that marks a place in a buffer as empty."""
     if WORD == tl.int32:
         return EMPTY32
     else:
@@ -139,7 +138,10 @@ def empty_word(WORD: tl.constexpr):
 
 @triton.jit
 def bits_of(x):
-    """Return the bits of x to store in a peer's buffer, int16 or int32."""
+    """Return the bits of x to store in a peer's buffer, int16 or int32.
+
+    Bits that would mark a place as empty become zeros.
+    """
     if x.dtype.primitive_bitwidth == 32:
         bits = x.to(tl.int32, bitcast=True)
     else:
@@ -157,8 +159,8 @@ def missing(bits):
 def received(address, mask, fault, source, LIMIT: tl.constexpr):
     """Return the words at ``address`` (pointers) once all of them have arrived.
 
-    After LIMIT nanoseconds ``fault`` is set, and the words are returned as they are. Once it is
-    set, no call waits for more than a millisecond.
+    After LIMIT nanoseconds ``fault`` is set, and the words are returned as they are. Once
+    ``fault`` is set, no call waits for more than a millisecond.
     """
     bits = tl.load(address, mask=mask, other=0, volatile=True)
     if LIMIT == 0:
@@ -191,7 +193,7 @@ def buffers_of(peers, rank, like):
 
 @triton.jit
 def push(bits, at, mask, peers, turn, capacity, like, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Store ``bits`` at ``at`` in this rank's part of all peers' buffers."""
+    """Store ``bits`` at index ``at`` of this rank's part of every peer's buffers."""
     for distance in tl.static_range(1, RANKS):
         # the receiver is ``distance`` ahead of this rank, so this rank is the rest ahead of it
         place = (turn * (RANKS - 1) + RANKS - 1 - distance) * capacity + at
@@ -233,7 +235,7 @@ def clear_one(place, mask, like):
 
 @triton.jit
 def clear(at, mask, own, turn, capacity, RANKS: tl.constexpr):
-    """Empty the words at ``at`` in the buffers of the call before ``turn``."""
+    """Mark the words at index ``at`` of the buffer of the turn before ``turn`` as empty."""
     former = (turn + TURNS - 1) % TURNS
     for index in tl.static_range(RANKS - 1):
         clear_one(own + (former * (RANKS - 1) + index) * capacity + at, mask, own)
@@ -241,6 +243,6 @@ def clear(at, mask, own, turn, capacity, RANKS: tl.constexpr):
 
 @triton.jit
 def next_turn(turns, tile, turn):
-    """Count a call of ``tile`` after all threads of the program have read the turn."""
+    """Advance the turn of ``tile`` once all threads of the program have read it."""
     tl.debug_barrier()
     tl.store(turns + tile, (turn + 1) % TURNS)

@@ -59,9 +59,9 @@ def _norm(
     QUANTIZED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Normalise one token.
+    """Normalise one token, after adding the residual if ``ADD``.
 
-    ``SUMMED_ROWS``: rows of x to sum for the token, 0 for its own row alone.
+    ``SUMMED_ROWS``: number of rows of x to sum for the token; 0: x has one row per token.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)

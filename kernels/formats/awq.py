@@ -69,7 +69,7 @@ def unpack_blocks(packed: Tensor, depth: int) -> Tensor:
 def dequantize_published(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int, first: int = 0
 ) -> Tensor:
-    """Dequantise words in the published layout to float32 [N, K].
+    """Dequantise a weight in AWQ's published layout to float32 [N, K].
 
     Args:
         qweight: int32 [K, N / 8]
@@ -84,7 +84,7 @@ def dequantize_published(
 
 
 def pack_factors(scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
-    """Pack scales and zeros (0 to 15) [G, N] to int32 [G, N] for GEMMs in ``dtype``."""
+    """Pack scales and zeros (integers 0 to 15) [G, N] to int32 [G, N] for GEMMs in ``dtype``."""
     if dtype is torch.float32:
         upper = zeros.to(torch.int32)
     else:

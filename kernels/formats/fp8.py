@@ -88,12 +88,12 @@ def silu_and_mul_rounded(x: Tensor) -> Tensor:
 
 
 def _block_index(size: int, offset: int, device: torch.device) -> Tensor:
-    """Return the block index of each of ``size`` positions from ``offset``."""
+    """Return the block index of each of the ``size`` positions from ``offset`` on."""
     return (torch.arange(size, device=device) + offset) // FP8_BLOCK
 
 
 class Blocks(NamedTuple):
-    """A weight in stored form. Both tensors may be views, also transposed.
+    """A block FP8 weight as it is stored. Both tensors may be views, also transposed.
 
     Attributes:
         values: E4M3 [..., N, K]
@@ -131,8 +131,8 @@ def dequantize_weight(
         stored: E4M3 [..., N, K]
         scales: [..., B, C]
         dtype: dtype of the result
-        row_offset: row of the first block of ``scales`` that is the tensor's first row
-        column_offset: column of the first block that is the tensor's first column
+        row_offset: number of rows of the first block that precede the tensor's first row
+        column_offset: number of columns of the first block that precede the first column
 
     Returns:
         [..., N, K]
@@ -144,7 +144,7 @@ def dequantize_weight(
 
 
 def block_scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-    """Compute the reference GEMM, float32 [T, N].
+    """Compute x weight^T of block FP8 operands in plain torch, float32 [T, N].
 
     Each 128-deep partial sum is scaled and accumulated in float32, as on FP8 tensor cores with
     promotion.

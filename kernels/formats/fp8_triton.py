@@ -48,7 +48,7 @@ def store_quantized(x, values, scales, row, group, column, size, scale_stride):
 def _quantize(
     x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """Quantise GROUPS groups of one token."""
+    """Quantise GROUPS groups of 128 channels of one token."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -62,7 +62,7 @@ def _quantize(
 def _silu_and_mul(
     x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """Apply the gated activation to GROUPS groups of one token and quantise them."""
+    """Compute and quantise GROUPS groups of 128 channels of silu(gate) * up for one token."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -125,7 +125,7 @@ def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor,
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise x [T, N]; rows may be strided."""
+    """Quantise x [T, N] to E4M3 values and float32 scales; rows of x may be strided."""
     x = rows_of(x)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
@@ -176,7 +176,7 @@ def silu_and_mul_pairs(
         x: [R, 2N], R even
         pairs: int32 [R], the (token, expert) pair of each row; a row whose number is not below
             ``total_pairs`` pads a tile and is not written
-        filled: int32 [1]: number of first rows in use, even
+        filled: int32 [1]: number of rows in use, which come first; an even number
         total_pairs: number of pairs
     """
     x = rows_of(x)

@@ -14,13 +14,13 @@ TINY = 1e-10  #: smallest absolute maximum of a row
 
 
 def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise float32 x [R, K] to integers as float32 [R, K] and scales [R, 1], in place."""
+    """Quantise float32 x [R, K] in place to whole numbers; return them and scales [R, 1]."""
     scales = x.abs().amax(-1, keepdim=True).clamp_(min=TINY).div_(INT8_MAX)
     return x.div_(scales).round_().clamp_(-INT8_MAX, INT8_MAX), scales
 
 
 def _float32_copy(x: Tensor) -> Tensor:
-    """Return a float32 copy."""
+    """Return a float32 copy of x, also of a float32 x."""
     return x.to(torch.float32, copy=True)
 
 
@@ -53,7 +53,7 @@ def dequantize(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-    """Compute the reference GEMM, float32 [T, N].
+    """Compute x weight^T of int8 operands in plain torch, float32 [T, N].
 
     Sums are exact (int32, or float64 on devices without an integer GEMM) and scaled once.
 

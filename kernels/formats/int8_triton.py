@@ -41,7 +41,7 @@ def _quantize(x, values, scales, x_stride, size, BLOCK: tl.constexpr, DEPENDENT:
 
 @triton.jit
 def _silu_and_mul(x, values, scales, x_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Apply the gated activation to one token and quantise it."""
+    """Compute and quantise silu(gate) * up for one token."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -100,7 +100,7 @@ def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor,
 
 
 def _launch_options(size: int) -> dict[str, int]:
-    """Return the launch options for tokens of ``size`` channels."""
+    """Return the launch options of programs that each hold a token of ``size`` channels."""
     block = next_power_of_2(size)
     return {
         "BLOCK": block,
@@ -109,7 +109,7 @@ def _launch_options(size: int) -> dict[str, int]:
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise x [T, N]; rows may be strided."""
+    """Quantise x [T, N] to int8 values and float32 scales; rows of x may be strided."""
     x = rows_of(x)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
@@ -183,7 +183,7 @@ def add_rms_norm(
     eps: float,
     plain: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return :func:`rms_norm` of x + residual, and the sum.
+    """Return the quantised :func:`rms_norm` of x + residual, and the sum itself.
 
     Args:
         x: [T, N], may be float32; not written

@@ -19,14 +19,14 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 
 class Tile(NamedTuple):
-    """The work of a program.
+    """Tile of a GEMM for few tokens: the work of one program.
 
     Attributes:
-        rows: Rows of W per program.
-        splits: Splits of the columns of W among warps, multiplied by the tensor cores; 0: no tensor
-            cores, one token is summed after another.
-        tokens: Tokens per program.
-        warps: Warps per program.
+        rows: Number of rows of W per program.
+        splits: Number of splits of the columns of W among warps, which use the tensor cores; 0: no
+            tensor cores, one token is summed after another.
+        tokens: Number of tokens per program.
+        warps: Number of warps per program.
     """
 
     rows: int

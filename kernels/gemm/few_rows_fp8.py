@@ -65,7 +65,7 @@ def _vector(
 def groups_of(depth: int, splits: int) -> int:
     """Return the number of 128-column groups of a row of W that a program holds, a power of two.
 
-    The ``depth`` columns are divided into ``splits``.
+    The ``depth`` columns of W are divided among ``splits`` programs.
     """
     return next_power_of_2(cdiv(cdiv(depth, FP8_BLOCK), splits))
 

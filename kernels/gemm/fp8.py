@@ -159,9 +159,10 @@ def _gemm(
 
 
 def fp8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
-    """Return a configuration for x [rows, depth] and W [columns, depth] that were not tuned.
+    """Return a configuration by rule for x [rows, depth] and W [columns, depth].
 
-    Few rows get enough programs to read the weight with every multiprocessor.
+    It is for sizes without a tuned table. Few rows get enough programs to read the weight with
+    every multiprocessor.
     """
     if rows > 64:
         return {
@@ -190,9 +191,9 @@ def fp8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 def fp8_gemm_config(rows: int, columns: int, depth: int) -> Config:
     """Return the configuration for x [rows, depth] and W [columns, depth].
 
-    It comes from the table, for the nearest row count, or from :func:`fp8_gemm_rule`. It has the
-    tiles of ``_gemm``, or, for ``gemm.few_rows_fp8``, the weight rows of a program (``HELD``), the
-    depth splits (``SPLIT_K``) and the warps.
+    It is that of the tuned table for the nearest number of rows, or, without a table, that of
+    :func:`fp8_gemm_rule`. It has the tiles of ``_gemm``, or, for ``gemm.few_rows_fp8``, the weight
+    rows of a program (``HELD``), the depth splits (``SPLIT_K``) and the warps.
     """
     name = tuned_tables.file_name(
         tuned_tables.problem(columns, depth), tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK)

@@ -236,9 +236,10 @@ def _dequantize(
 
 
 def int4_gemm_rule(rows: int, columns: int, depth: int) -> Config:
-    """Return a configuration for x [rows, depth] and W [columns, depth] that were not tuned.
+    """Return a configuration by rule for x [rows, depth] and W [columns, depth].
 
-    It has enough programs to read the weight with every multiprocessor.
+    It is for sizes without a tuned table, and gives enough programs to read the weight with every
+    multiprocessor.
     """
     few = rows <= 64
     least = 32 if columns * depth >= LARGE_WEIGHT_ELEMENTS else 16
@@ -258,7 +259,7 @@ def int4_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def int4_gemm_config(rows: int, columns: int, depth: int) -> Config:
-    """Return the table's configuration for the nearest row count; without a table the rule's.
+    """Return the tuned configuration for the nearest number of rows, or by rule if none is.
 
     The GEMM multiplies x [rows, depth] by W [columns, depth]^T.
     """

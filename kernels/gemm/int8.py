@@ -141,9 +141,10 @@ def _finish(
 
 
 def int8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
-    """Return a configuration for x [rows, depth] and W [columns, depth] that were not tuned.
+    """Return a configuration by rule for x [rows, depth] and W [columns, depth].
 
-    It has enough programs to read the weight with every multiprocessor.
+    It is for sizes without a tuned table, and gives enough programs to read the weight with every
+    multiprocessor.
     """
     few = rows <= 256
     # a BLOCK_M of 16 was measured slower, even for one row
@@ -174,7 +175,7 @@ def int8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def int8_gemm_config(rows: int, columns: int, depth: int) -> Config:
-    """Return the table's configuration for the nearest row count; without a table the rule's.
+    """Return the tuned configuration for the nearest number of rows, or by rule if none is.
 
     The GEMM multiplies x [rows, depth] by W [columns, depth]^T.
     """

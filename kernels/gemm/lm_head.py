@@ -24,7 +24,7 @@ TOKENS_MAX = 128  #: most tokens that the kernel supports
 
 @triton.jit
 def _x_tile(x, token, tokens, start, depth, x_stride, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
-    """Load ``BLOCK_K`` columns of the tokens [T]. Rows and columns beyond the end are zeros."""
+    """Load ``BLOCK_K`` columns of the rows ``token`` of x; zeros beyond the ends of x."""
     k = start + tl.arange(0, BLOCK_K)
     real = (token < tokens)[:, None]
     if not EVEN:
@@ -105,8 +105,8 @@ def tiles_kernel(
 def lm_head_config(tokens: int, size: int, depth: int) -> Config | None:
     """Return the configuration for x [tokens, depth] and W [size, depth]; None: use cuBLAS.
 
-    It is that of this card's table for the nearest token count. The key "way" is "cublas" or
-    "tiles" (then with BLOCK_N, BLOCK_K, TMA, FETCH, num_warps, num_stages).
+    The configuration is that of this card's tuned table for the nearest token count. The key "way"
+    is "cublas" or "tiles" (then with BLOCK_N, BLOCK_K, TMA, FETCH, num_warps, num_stages).
     """
     if not 0 < tokens <= TOKENS_MAX:
         return None

@@ -76,7 +76,7 @@ def slice_kernel(
 ):
     """Compute out [tokens * SPLITS, size], with one row for each split of a token.
 
-    A split is ``STEPS`` copies deep.
+    Each program loads the columns of its split in ``STEPS`` copies.
     """
     dependent_launch.begin(DEPENDENT)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
@@ -151,7 +151,7 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 @cache
 def _one_row_of_ids(device: torch.device) -> Tensor:
-    """Return int32 zeros [1, SPLITS] on a device."""
+    """Return int32 zeros [1, SPLITS] on ``device``, the shared row of :func:`split_ids`."""
     return torch.zeros(1, SPLITS, dtype=torch.int32, device=device)
 
 

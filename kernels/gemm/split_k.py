@@ -15,7 +15,7 @@ SPLIT_STEPS_MIN = 4  #: fewest such steps of a split
 
 
 def splits_for(tiles: int, depth: int, programs: int) -> int:
-    """Return the number of depth splits, a power of two.
+    """Return the number of depth splits of a GEMM, a power of two.
 
     It is the smallest that gives at least ``programs`` programs for ``tiles`` tiles of the output,
     unless splits would become too short.

@@ -40,7 +40,7 @@ COLD_BYTES = 400 << 20  #: bytes of weights used in turn, so that L2 does not ho
 
 
 def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
-    """Return the candidate tiles of ``gemm.fp8``, without splits."""
+    """Return the tiles of ``gemm.fp8`` to measure for ``rows`` rows of x, without splits."""
     if rows <= 64:
         block = max(16, next_power_of_2(rows))
         return [
@@ -56,7 +56,7 @@ def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
 
 
 def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
-    """Return the candidates for x [rows, depth] and W [columns, depth].
+    """Return the configurations to measure for x [rows, depth] and W [columns, depth].
 
     Depth splits are tried where tiles alone do not keep every multiprocessor busy. One row also
     gets the candidates of ``gemm.few_rows_fp8``.
@@ -74,7 +74,7 @@ def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
 
 
 def held_candidates(depth: int) -> list[Config]:
-    """Return the candidates of ``gemm.few_rows_fp8`` with at most a quarter of padding in depth."""
+    """Return the candidates of ``gemm.few_rows_fp8`` whose depth is at most a quarter padding."""
     found: list[Config] = []
     for rows, splits, warps in product(HELD_ROWS, DEPTH_SPLITS, (4, 8)):
         groups = few_rows_fp8.groups_of(depth, splits)
@@ -87,7 +87,7 @@ def held_candidates(depth: int) -> list[Config]:
 
 
 def _kernel(config: Config, rows: int, depth: int) -> Config:
-    """Return the part of a candidate that determines the compiled kernel."""
+    """Return the values of a candidate that determine which kernel is compiled."""
     if "HELD" in config:
         return {**config, "GROUPS": few_rows_fp8.groups_of(depth, config["SPLIT_K"])}
     return {**without(config, "SPLIT_K"), "FETCH": fetch_of(rows, config["BLOCK_M"])}
@@ -108,7 +108,11 @@ def random_fp8(*shape: int) -> Tensor:
 
 
 def _compile_gemm(wanted: Sequence[Config]) -> list[str]:
-    """Run each candidate once to fill the disk cache. Return the keys of candidates that fail."""
+    """Run each candidate once, so that its kernel is cached on disk.
+
+    Returns:
+        Keys of the candidates that fail.
+    """
     failed = []
     for config in wanted:
         held = "HELD" in config
@@ -141,7 +145,7 @@ def tune_gemm(
     workers: int = 8,
     log: Log = print,
 ) -> Table:
-    """Measure every row count that the table lacks, and write the table after each.
+    """Find the fastest configuration for each row count that the table lacks; write it at once.
 
     Args:
         columns: N.
@@ -186,7 +190,7 @@ def tune_gemm(
 
 
 def fetch_of(rows: int, block_m: int) -> int:
-    """Return the number of depth groups that ``gemm.fp8`` prefetches.
+    """Return the number of depth groups of W that a program of ``gemm.fp8`` prefetches.
 
     Args:
         rows: rows of x

@@ -28,7 +28,7 @@ def fitting_tiles(
     stages: Sequence[int],
     weights: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the tiles of every combination that fit into shared memory.
+    """Yield every combination of the given tile sizes that fits into shared memory.
 
     Args:
         swap: the weight is the left operand
@@ -36,7 +36,7 @@ def fitting_tiles(
         blocks_n: columns of a tile that are tried
         warps: numbers of warps that are tried
         stages: numbers of pipeline stages that are tried
-        weights: weight tiles of a pipeline stage
+        weights: number of weight tiles of a pipeline stage
     """
     for block_n, warp, stage, tma in product(blocks_n, warps, stages, (True, False)):
         if stage * (weights * block_n + block_m) * FP8_BLOCK <= SHARED_MEMORY:
@@ -50,7 +50,7 @@ def fitting_tiles(
 
 
 def key(value: object) -> str:
-    """Return a string that identifies a candidate."""
+    """Return the candidate ``value`` as a string that identifies it."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -94,7 +94,7 @@ class TuningRun:
         compile_: Callable[..., list[str]],
         *more: object,
     ) -> Iterator[int]:
-        """Compile the candidates of missing row counts, then yield the counts until time is up.
+        """Compile candidates for counts that the table lacks, then yield these until time is up.
 
         Args:
             rows: Row counts of the table.
@@ -123,14 +123,14 @@ class TuningRun:
     def within_time(
         self, measured: Iterator[tuple[float, Config]]
     ) -> Iterator[tuple[float, Config]]:
-        """Yield (microseconds, configuration) pairs until time is up, at least one."""
+        """Yield (microseconds, configuration) pairs until time is up, but at least one pair."""
         for item in measured:
             yield item
             if time.monotonic() > self._end:
                 return
 
     def keep(self, rows: int, config: Config, line: str) -> None:
-        """Add a configuration to the table, write the table, and log ``line``."""
+        """Add the configuration for ``rows`` rows to the table, write it, and log ``line``."""
         self.table[rows] = dict(config)
         tuned_tables.keep(self.path, self.table)
         self._log(line)

@@ -18,10 +18,10 @@ LIBRARIES = frozenset({HOPPER})
 
 
 def unfit_for_libraries() -> str:
-    """Return why libraries' 8-bit GEMMs are not called on the current device.
+    """Return the reason why libraries' 8-bit GEMMs are not called on the current device.
 
     Returns:
-        the reason; "" on a card in LIBRARIES and on a CPU
+        the reason; "" on a card in LIBRARIES, where they are called, and without a GPU
     """
     import torch
 
@@ -34,7 +34,11 @@ def unfit_for_libraries() -> str:
 
 
 def tiles_run_on(device: str) -> bool:
-    """Return whether Triton is installed and ``device`` has the shared memory for the tiles."""
+    """Return whether Triton kernels with large tiles (attention, GEMM) can run on ``device``.
+
+    Triton must be installed, and a block of ``device`` must have the shared memory for the largest
+    tiles.
+    """
     if find_spec("triton") is None or not device.startswith("cuda"):
         return False
     import torch

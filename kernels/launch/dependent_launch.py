@@ -36,14 +36,14 @@ def options() -> Mapping[str, bool]:
 
 @triton.jit
 def begin(DEPENDENT: tl.constexpr):
-    """Allow the next kernel to start."""
+    """Allow the next kernel to start while this one runs; do nothing without ``DEPENDENT``."""
     if DEPENDENT:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait(DEPENDENT: tl.constexpr):
-    """Wait for the preceding kernels."""
+    """Wait for the results of the preceding kernels; do nothing without ``DEPENDENT``."""
     if DEPENDENT:
         gdc_wait()
 

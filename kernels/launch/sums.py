@@ -22,7 +22,7 @@ def sum_of_pairs(rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def add_up(addends: Tensor) -> Tensor:
-    """Sum the tensors addends [N, ...] to [...] in order; floats are summed in float32."""
+    """Sum addends [N, ...] over N, in order, to [...]; floats are summed in float32."""
     total = addends[0].float() if addends.is_floating_point() else addends[0].clone()
     for addend in addends[1:]:
         total += addend

@@ -8,9 +8,9 @@ import torch
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> float:
-    """Return the mean microseconds per call of ``calls`` in a CUDA graph.
+    """Return the mean time of one of ``calls`` in microseconds, measured in a CUDA graph.
 
-    The graph runs all calls once. The fastest of ``repeats`` replays counts.
+    The graph runs all calls once. The time is that of the fastest of ``repeats`` replays.
     """
     calls[0]()
     torch.cuda.synchronize()

@@ -21,7 +21,7 @@ Measured = TypeVar("Measured")
 
 
 def device_name() -> str:
-    """Return the name of the current card as in file names; "cpu" without one."""
+    """Return the current card's name as table files spell it; "cpu" without a card."""
     import torch
 
     return spelt(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
@@ -35,7 +35,7 @@ def triton_version() -> str:
 
 
 def spelt(card: str) -> str:
-    """Return the name of a card as in file names."""
+    """Return the name of a card as the names of table files spell it."""
     return card.replace(" ", "_")
 
 
@@ -50,11 +50,11 @@ def file_name(
     block_shape: tuple[int, int] | None = None,
     machine: tuple[str, str] | None = None,
 ) -> str:
-    """Return the file name of a table.
+    """Return the file name of a tuned table.
 
     Args:
-        problem: its sizes, "N=2112,K=7168" or "E=257,N=2048,H=7168"
-        dtype: dtype as in file names
+        problem: sizes of the problem, such as "N=2112,K=7168" or "E=257,N=2048,H=7168"
+        dtype: dtype as file names spell it
         block_shape: shape of FP8 weight blocks
         machine: (name of a card, version of Triton); None: those of this machine
     """
@@ -80,7 +80,7 @@ def head_file_name(vocab: int, hidden: int, machine: tuple[str, str] | None = No
 
 @cache
 def table(name: str) -> dict[int, Config] | None:
-    """Return the table in file ``name`` in ascending order of rows; None: no such file."""
+    """Return the table in file ``name``, in ascending order of rows; None if there is no file."""
     path = FOLDER / name
     if not path.is_file():
         return None
@@ -114,5 +114,5 @@ def measured_for(
 
 
 def nearest(table: Mapping[int, Measured], rows: int) -> Measured:
-    """Return the value for the row count nearest to ``rows``; of two equally near, the larger."""
+    """Return the value for the count nearest to ``rows``; of two equally near, for the larger."""
     return table[min(table, key=lambda measured: (abs(measured - rows), -measured))]

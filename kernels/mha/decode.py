@@ -69,7 +69,7 @@ def mha_decode_kernel(
     NARROW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Attend ``BLOCK_M`` pairs of a row and key head to one split of its keys.
+    """Attend ``BLOCK_M`` pairs of a row and key head to one split of the row's keys.
 
     A pair is (query token, query head of the key head's group). Softmax is in base 2: ``scale``
     includes log2(e). NARROW: FP8 is widened to float16, which is one instruction and exact. ``out``
@@ -180,8 +180,8 @@ def mha_decode(
     """Attend queries to a paged cache. An FP8 cache is read as stored, without a scale.
 
     Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
-    L - W + i, both included. With ``tree`` it sees the keys before the row's W own tokens, and own
-    token j if bit j of its entry is set.
+    L - W + i, both included. With ``tree`` it sees the keys before the row's last W tokens, and
+    token j of these W if bit j of its entry in ``tree`` is set.
 
     Args:
         query: [B * W, H, D]; W is the number of tokens divided by B

@@ -45,7 +45,7 @@ def mha_store_kernel(
     DEPENDENT: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """Write the ``SIZE`` numbers of one token's keys and the same of its values."""
+    """Write one token's keys and values, ``SIZE`` numbers each, to its KV slot."""
     dependent_launch.begin(LEADS)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)

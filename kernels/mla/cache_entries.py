@@ -19,9 +19,9 @@ E4M3_LINES = 32  #: lines that one program of ``in_e4m3`` rounds
 
 @triton.jit
 def put(target, value, FP8: tl.constexpr, inside):
-    """Store float32 ``value`` in target's dtype.
+    """Store float32 ``value`` at the pointers ``target``, in their dtype.
 
-    FP8 is clamped first, because the hardware conversion alone might not saturate.
+    With ``FP8`` it is clamped first, because the hardware conversion alone might not saturate.
     """
     if FP8:
         value = tl.clamp(value, -448.0, 448.0)

@@ -144,10 +144,10 @@ def mla_decode_kernel(
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """Return the arrival counters of a device, for the Hopper kernel's merge.
+    """Return a device's counters of finished programs, for the merge of splits on Hopper.
 
-    NOTE: all streams of a device share them, so two steps must not decode on it at once. They are
-    created before any capture.
+    NOTE: all streams of a device share the counters, so two steps must not decode on it at once.
+    The counters are created before any capture.
     """
     return torch.zeros(TICKETS, dtype=torch.int32, device=device)
 
@@ -168,8 +168,8 @@ def mla_decode(
     """Attend absorbed queries to a paged cache.
 
     Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
-    L - W + i, both included. With ``tree`` it sees the keys before the row's W own tokens, and own
-    token j if bit j of its entry is set.
+    L - W + i, both included. With ``tree`` it sees the keys before the row's last W tokens, and
+    token j of these W if bit j of its entry in ``tree`` is set.
 
     Args:
         query: [B * W, H, C + R]; W is the number of tokens divided by B

@@ -84,9 +84,10 @@ def _visible(pos, begin, own, tree, first_key, end, AXIS: gl.constexpr, TREE: gl
 
 @gluon.jit
 def _weights(scores, top, total, AXIS: gl.constexpr):
-    """Continue the softmax over one more tile.
+    """Continue the softmax over one more tile of keys.
 
-    Returns its weights, the factor on the sums so far, and the new maximum and total.
+    Returns:
+        The weights of the tile's keys, the factor on the sums so far, the new maximum and total.
     """
     higher = gl.maximum(top, gl.max(scores, AXIS))
     base = gl.where(higher == float("-inf"), 0.0, higher)
@@ -140,9 +141,9 @@ def _store(
 
 @gluon.jit
 def _last_of(tickets, programs):
-    """Return whether this is the last of ``programs`` programs to arrive.
+    """Return whether this is the last of ``programs`` programs to count itself in ``tickets``.
 
-    The last one resets the ticket for the next step.
+    The last one resets the counter for the next step.
     """
     barrier()
     last = gl.atomic_add(tickets, 1, sem="acq_rel") == programs - 1
@@ -164,9 +165,9 @@ def _merge_splits(
     C: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):
-    """Merge ``count`` of SPLITS splits of BLOCK_M (query token, head) pairs from ``first`` on.
+    """Merge the first ``count`` splits of BLOCK_M (query token, head) pairs from ``first`` on.
 
-    Without splits the result is zeros. ``line`` is the index of the first pair of the row.
+    If ``count`` is 0, the result is zeros. ``line`` is the index of the first pair of the row.
     """
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     pair = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))

@@ -60,7 +60,7 @@ def _copy(source, target, low, high, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def take_tile(latent, rope, wide, wide_r, low, high, C: gl.constexpr, R: gl.constexpr):
-    """Return the operands for a tile that has arrived.
+    """Return the operands of the matrix instructions for a tile of keys that has arrived.
 
     They are the tile itself, or a copy of it in the queries' dtype if that is wider.
     """

@@ -149,7 +149,7 @@ def _pairs_per_block(
 
 
 def _keys_per_tile(block_m: int, dtype: torch.dtype, kv: torch.dtype, pipeline: bool) -> int:
-    """Return the number of keys of a tile.
+    """Return the number of keys that a program reads as one tile.
 
     Args:
         block_m: (query token, head) pairs per program

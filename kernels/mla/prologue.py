@@ -73,7 +73,7 @@ def _prologue(
     DEPENDENT: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """Process tokens in the first tokens * PARTS programs, and W_UK's GEMM in the others.
+    """Norm, rotate and store in the first tokens * PARTS programs; run W_UK's GEMM in the others.
 
     Each of the first programs handles the key or HEAD_BLOCK query heads of one token. If STORED,
     W_UK consists of E4M3 codes and block scales.
@@ -247,7 +247,7 @@ def _token(
     INTERLEAVED: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Process the key of a token (part 0) or HEAD_BLOCK of its query heads."""
+    """Norm, rotate and store a token's key (part 0), or rotate HEAD_BLOCK of its query heads."""
     pair = tl.arange(0, HALF_BLOCK)
     cos = tl.load(cos_sin + token * cos_token + pair, mask=pair < HALF, other=0.0)[None, :]
     sin = tl.load(cos_sin + token * cos_token + HALF + pair, mask=pair < HALF, other=0.0)[None, :]

@@ -49,7 +49,7 @@ def _joined(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute BLOCK columns of one head's GEMM for ROWS rows.
+    """Merge the splits of ROWS rows and compute BLOCK columns of one head's GEMM.
 
     The number of filled splits of a row, at most SPLITS, follows from its length as in the
     preceding kernel. Weights and lengths are older than the step's first kernel, so they are loaded

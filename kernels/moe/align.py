@@ -63,7 +63,9 @@ def _fill(
     BINS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Store the padding and the blocks of ``expert``. The first expert also ends the lists.
+    """Store the padding rows and the blocks of ``expert`` in the lists of an :class:`Alignment`.
+
+    The program of expert 0 also stores ``num_padded`` and marks the unused blocks.
 
     Returns:
         The expert's first position.
@@ -155,7 +157,7 @@ def _count(
     SPAN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Store how often each chunk of ids names each expert in ``counts`` [BINS, chunks]."""
+    """Store in ``counts`` [BINS, chunks] the number of ids of each expert in each chunk."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     chunk = tl.program_id(0)
@@ -245,8 +247,8 @@ def align(ids: Tensor, experts: int, block_m: int, left_out: int = 0) -> Alignme
         ids: int32 or int64 [T, K]. Ids outside [0, experts) are left out.
         experts: Number of experts.
         block_m: Rows of a tile, any number.
-        left_out: Least number of ids of each token outside [0, experts), such as fused shared
-            experts; it saves blocks.
+        left_out: Number of ids that every token has at least outside [0, experts), such as those of
+            fused shared experts; fewer blocks are then allocated.
     """
     pairs = ids.numel()
     device = ids.device

@@ -40,7 +40,7 @@ def begin(
     ready: Tensor,
     config: Mapping[str, Config] | None = None,
 ) -> Early | None:
-    """Allocate the buffers with which :func:`products` starts the fused shared experts early.
+    """Allocate the buffers that let fused shared experts start while the gate still runs.
 
     The next kernel must be the gate (``moe.route.route``) with the same ``ready``.
 
@@ -53,8 +53,8 @@ def begin(
         config: The tile configurations of both GEMMs; None: chosen by shape and token count.
 
     Returns:
-        None if there are no fused shared experts, if their kernels cannot start early, or if a gate
-        without a ready flag is faster.
+        The buffers; None if there are no fused shared experts, if their kernels cannot start early,
+        or if a gate without a ready flag is faster.
     """
     tokens = len(x)
     (experts, double, hidden) = w13.shape

@@ -255,7 +255,7 @@ def _launch(
     fused_shared: int = 0,
     ready: Tensor | None = None,
 ) -> Tensor:
-    """Launch the second grouped GEMM, or without ``weights`` the first, and return ``out``."""
+    """Launch the second grouped GEMM, or the first if ``weights`` is None; return ``out``."""
     pairs = ids.numel()
     (experts, _, depth) = w.shape
     columns = out.shape[1]

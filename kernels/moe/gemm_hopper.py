@@ -344,7 +344,7 @@ def _launch(
     kept: int,
     config: Config,
 ) -> Tensor:
-    """Launch the second grouped GEMM, or without ``weights`` the first, and return ``out``.
+    """Launch the second grouped GEMM, or the first if ``weights`` is None; return ``out``.
 
     The ids have ``topk`` columns, of which ``out`` of the second GEMM has the first ``kept``.
     """

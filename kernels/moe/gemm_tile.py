@@ -241,7 +241,7 @@ def fused_shared_tile(
 ):
     """Compute a tile of one of the ``FUSED_SHARED`` fused shared experts.
 
-    They are the last experts and the last ones of every token. Their rows between the two GEMMs are
+    Their ids are the highest, and the last of every token. Their rows between the two GEMMs are
     stored after the first ``places`` rows.
     """
     tiles = tl.cdiv(tokens, SHARED_M)
@@ -277,10 +277,10 @@ def fused_shared_tile(
 
 @triton.jit
 def await_ready(ready, programs, DEPENDENT: tl.constexpr):
-    """Spin until the gate sets the ready flag for x, the earliest moment at which x may be read.
+    """Wait until the gate has set the ready flag ``ready``: x may be read from then on.
 
-    After ``POLLS_AT_MOST`` reads it waits for the preceding kernels instead. The last of
-    ``programs`` clears the flag.
+    After ``POLLS_AT_MOST`` reads of the flag, wait for the preceding kernels instead. The last of
+    ``programs`` programs clears the flag.
     """
     looks = 0
     while (looks < POLLS_AT_MOST) & (tl.atomic_add(ready, 0, sem="acquire") == 0):

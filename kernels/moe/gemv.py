@@ -119,7 +119,7 @@ def _down(
 
 
 def _lines(w: Tensor) -> int:
-    """Return the number of cache lines of a weight row, at 64 elements each, as a power of two."""
+    """Return the number of 64-element cache lines of a weight row, rounded up to a power of two."""
     return next_power_of_2(cdiv(w.shape[-1], 64))
 
 

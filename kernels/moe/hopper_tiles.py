@@ -27,7 +27,7 @@ def halves(ring, layout: gl.constexpr):
 
 @gluon.jit
 def place_of(tile, m_blocks, n_blocks, group):
-    """Return (row block, column block) of a tile: down ``group`` row blocks, then right."""
+    """Return (row block, column block) of ``tile``: down ``group`` row blocks, then right."""
     each = group * n_blocks
     first = tile // each * group
     height = gl.maximum(
@@ -38,7 +38,7 @@ def place_of(tile, m_blocks, n_blocks, group):
 
 @gluon.jit
 def _rows_of(x, sorted_pairs, place, pairs, depth, TOPK: gl.constexpr, DEPTH: gl.constexpr):
-    """Return pointers [64, DEPTH] to the tokens of sorted pairs from ``place`` on, and a mask."""
+    """Return pointers [64, DEPTH] to the tokens of the pairs from ``place`` on, and their mask."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
     pair = gl.load(sorted_pairs + place + gl.arange(0, 64, gl.SliceLayout(1, flat)))
     token = gl.where(pair < pairs, pair // TOPK, 0)

@@ -46,8 +46,9 @@ def experts_host(
 ) -> Tensor:
     """Compute :func:`experts_reference` on the CPU, where reading ids is free. Ids must be >= 0.
 
-    Few pairs take matrix-vector products. Even loads take one padded batched GEMM over all experts,
-    which uses every core. Other loads (many experts, few hit) take a loop over the experts hit.
+    Few pairs are computed by matrix-vector products. Even loads are computed by one padded batched
+    GEMM over all experts, which uses every core, other loads (many experts, few of them chosen)
+    by a loop over the chosen experts.
     """
     tokens = ids.shape[0]
     pairs = ids.numel()
@@ -119,7 +120,7 @@ def experts_some_host(
 def _sorted_places(
     flat: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the pairs in order of experts, and each sorted pair's rank within its expert."""
+    """Return the pairs in order of experts, and each one's place among its expert's pairs."""
     order = np.argsort(flat, kind="stable")
     firsts = np.cumsum(counts) - counts
     return order, np.arange(len(flat)) - firsts[flat[order]]
@@ -161,7 +162,7 @@ def _looped(
     counts: NDArray[np.int64],
     activate: Activation,
 ) -> Tensor:
-    """Compute the experts by one GEMM for each expert hit.
+    """Compute the experts by one GEMM for each expert that a token chose.
 
     Returns:
         [T * K, H], one row per pair, without routing weights.

@@ -216,13 +216,14 @@ def _route(
 def _tickets(device: torch.device) -> Tensor:
     """Return a device's counters of finished programs, one per block of tokens.
 
-    NOTE: all streams share them, so two gates must not run at once. Allocate before any capture.
+    NOTE: all streams share the counters, so two gates must not run at once. Allocate before any
+    capture.
     """
     return torch.zeros(TICKETS_MAX, dtype=torch.int32, device=device)
 
 
 def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]:
-    """Return the numbers of a block's tokens, experts and channels, and of the depth splits."""
+    """Return the numbers of tokens, experts and channels of a block, and of depth splits."""
     deep = next_power_of_2(hidden)
     if tokens <= VECTOR_TOKENS_MAX and deep <= VECTOR_HIDDEN_MAX:
         return 1, 1, deep, 1
@@ -240,9 +241,9 @@ def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]
 
 
 def library_tokens_min(experts: int) -> int:
-    """Return the number of tokens from which on cuBLAS scores ``experts`` experts.
+    """Return the number of tokens from which on cuBLAS computes the scores of ``experts`` experts.
 
-    It sets no ready flag.
+    cuBLAS sets no ready flag.
     """
     many = experts > ONE_LAUNCH_EXPERTS_MAX
     return LIBRARY_TOKENS_MANY_EXPERTS if many else LIBRARY_TOKENS_FEW_EXPERTS

@@ -19,7 +19,10 @@ INVALID: tl.constexpr = tl.constexpr(-1.0e30)  # replaces NaN: chosen last, but 
 def _best_groups(
     choice, group, within, G2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr
 ):
-    """Return groups to keep, bool [R, G2, 1], by best expert (``SIGMOID``: sum of best two)."""
+    """Return the mask of the best groups, bool [R, G2, 1].
+
+    A group is ranked by its best expert, with ``SIGMOID`` by the sum of its two best experts.
+    """
     if SIGMOID:
         best, at = tl.max(choice, 2, return_indices=True)
         best += tl.max(tl.where(within[None, None, :] == at[:, :, None], float("-inf"), choice), 2)
@@ -55,7 +58,10 @@ def choose(
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """Store experts and weights of ROWS tokens from ``first`` on; scores [token, group, expert]."""
+    """Choose the experts of ROWS tokens from ``first`` on; store their ids and weights.
+
+    Scores are arranged as [token, group, expert].
+    """
     per = experts // GROUPS
     row, group, within = first + tl.arange(0, ROWS), tl.arange(0, G2), tl.arange(0, PER2)
     real = ((group[:, None] < GROUPS) & (within[None, :] < per))[None, :, :]

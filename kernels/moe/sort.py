@@ -32,7 +32,7 @@ def _place(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Store the position of each of ``ROWS`` sorted pairs, and copy their scales to it."""
+    """Store the positions of ``ROWS`` sorted pairs, and copy their tokens' scales there."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     first = tl.program_id(0) * ROWS

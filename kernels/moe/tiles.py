@@ -96,9 +96,9 @@ def tile(
 
 
 def dense_experts_rule(problem: ExpertsProblem, tokens: int) -> dict[str, Config]:
-    """Return the configurations {"up", "down"} of a problem without measurements.
+    """Return configurations {"up", "down"} of both GEMMs by rule, without measurements.
 
-    ``tokens``: tokens of a step.
+    ``tokens``: number of tokens of a step.
     """
     load = tokens * problem.topk / problem.experts
     if tokens <= GEMV_TOKENS_MAX:
@@ -124,9 +124,9 @@ def dense_experts_rule(problem: ExpertsProblem, tokens: int) -> dict[str, Config
 
 @lru_cache(maxsize=1024)
 def dense_experts_config(problem: ExpertsProblem, tokens: int) -> Mapping[str, Config]:
-    """Return the configurations {"up", "down"} that :func:`pick` finds for ``tokens`` tokens.
+    """Return the configurations {"up", "down"} of both GEMMs for ``tokens`` tokens.
 
-    The measurements are those of this machine's table.
+    They are those that :func:`pick` finds in this machine's tuned table.
     """
     return pick(problem, tokens, tuned_tables.table(problem.table_name) or {})
 
@@ -134,10 +134,10 @@ def dense_experts_config(problem: ExpertsProblem, tokens: int) -> Mapping[str, C
 def pick(
     problem: ExpertsProblem, tokens: int, measured: Mapping[int, Mapping[str, Config]]
 ) -> Mapping[str, Config]:
-    """Return the configurations measured for the nearest token count; without any the rule's.
+    """Return the configurations {"up", "down"} measured for the nearest number of tokens.
 
-    Configurations with dense tiles smaller than ``tokens`` are skipped: they were measured only
-    where a tile held all tokens.
+    A configuration with a "dense" GEMM is skipped if a tile has fewer than ``tokens`` rows: dense
+    tiles were measured only where one held all tokens. Without any left, the rule's are returned.
     """
     fitting = {
         number: config
@@ -152,8 +152,8 @@ def pick(
 def fused_shared_has_own_tiles(config: Config, tokens: int) -> bool:
     """Return whether the fused shared experts get larger tiles than the routed experts.
 
-    With several small tiles their weights would be read several times. ``config`` is one GEMM's
-    configuration for ``tokens`` tokens.
+    With several small tiles the shared experts' weights would be read several times. ``config`` is
+    one GEMM's configuration for ``tokens`` tokens.
     """
     fitting_tokens = min(tokens, SHARED_TILE_TOKENS_MAX)
     return config["way"] == "sorted" and bool(config["block_m"] < fitting_tokens)

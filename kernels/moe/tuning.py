@@ -94,7 +94,7 @@ class Bench:
         )
 
     def align(self, config: Config, ids: Tensor) -> Alignment | None:
-        """Return the alignment that a configuration needs, or None."""
+        """Return the alignment of ``ids`` that a configuration needs; None if it needs none."""
         separate_shared = self.separate_shared(config, len(ids))
         return (
             align(ids, len(self.w13) - separate_shared, config["block_m"], separate_shared)
@@ -163,14 +163,16 @@ class Bench:
 
 
 def aligns(config: Config) -> bool:
-    """Return whether a configuration needs an alignment."""
+    """Return whether the kernel of a configuration needs an alignment."""
     return config["way"] in ("sorted", "hopper")
 
 
 def _compile(
     problem: ExpertsProblem, fused_shared: int, wanted: Sequence[tuple[str, Config, int]]
 ) -> list[str]:
-    """Run each (GEMM, configuration, tokens) once on a few experts to fill the disk cache.
+    """Run each (GEMM, configuration, tokens) once, so that its kernel is cached on disk.
+
+    The experts are only a few of the problem's.
 
     Returns:
         Keys of the configurations that failed.
@@ -256,7 +258,7 @@ def measure(
 
 
 def overheads(bench: Bench, tokens: int) -> tuple[float, float]:
-    """Return the microseconds of an alignment and of the final sum for ``tokens`` tokens."""
+    """Return the microseconds that an alignment and the final sum take for ``tokens`` tokens."""
     ids, _ = bench.routing(tokens, 0)
     rows = torch.empty(
         ids.numel(), bench.problem.hidden, dtype=bench.w13.dtype, device="cuda"
@@ -307,7 +309,7 @@ def tune_experts(
     workers: int = 8,
     log: Callable[[str], None] = print,
 ) -> dict[int, dict[str, Config]]:
-    """Measure every token count that the table lacks, and write the table after each.
+    """Find the fastest kernels for each token count that the table lacks; write them at once.
 
     Args:
         problem: The experts.

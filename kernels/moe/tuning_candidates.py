@@ -161,7 +161,10 @@ def _vectors() -> Iterator[Config]:
 
 
 def _suits_load(config: Config, tokens: int, load: float) -> bool:
-    """Return whether a tile for low loads may win; ``load``: mean rows of an expert."""
+    """Return whether a configuration for low loads may be the fastest for ``tokens`` tokens.
+
+    ``load``: mean number of rows of an expert.
+    """
     if config["way"] == "dense":
         return bool(config["block_m"] == max(16, next_power_of_2(tokens)))
     return tokens > 8 and bool(config["block_m"] <= 4 * load + 16)
@@ -170,13 +173,13 @@ def _suits_load(config: Config, tokens: int, load: float) -> bool:
 def candidates(
     product: str, problem: ExpertsProblem, tokens: int, hopper: bool = False
 ) -> list[Config]:
-    """Return the configurations to measure.
+    """Return the configurations of one GEMM to measure for ``tokens`` tokens.
 
     Args:
         product: "up" or "down".
         problem: The experts.
         tokens: Tokens of a step.
-        hopper: Include the Hopper kernel's configurations even without such a card.
+        hopper: Include the Hopper kernel's configurations even if this GPU is not a Hopper.
     """
     load = tokens * problem.topk / problem.experts
     found: list[Config] = [*_vectors()] if tokens <= 4 else []

@@ -49,9 +49,10 @@ def entries(kv, table, n0, n, end, kv_stride: tl.constexpr, PAGE: tl.constexpr, 
 
 @triton.jit
 def weights(scores, top, total):
-    """Continue the softmax over one more tile.
+    """Continue the softmax over one more tile of keys.
 
-    Returns its weights, the factor on the sums so far, and the new maximum and total.
+    Returns:
+        The weights of the tile's keys, the factor on the sums so far, the new maximum and total.
     """
     higher = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -61,11 +62,12 @@ def weights(scores, top, total):
 
 
 def best_splits(blocks: int, tiles: int, programs: int) -> int:
-    """Return the number of KV splits for ``blocks`` programs of at most ``tiles`` tiles each.
+    """Return the number of KV splits of a kernel that has ``blocks`` programs without splits.
 
-    It minimises the time for rows of TYPICAL_TILES tiles, in units of the time for one tile: rounds
-    of ``programs`` programs at a time, where a program costs two and a half tiles to begin and a
-    merge costs one more. Of equal costs the largest number is taken, which suits longer rows.
+    A row has at most ``tiles`` tiles of keys. The number minimises the time for rows of
+    TYPICAL_TILES tiles, in units of the time for one tile: rounds of ``programs`` programs at a
+    time, where a program costs two and a half tiles to begin and a merge costs one
+    more. Of equal costs the largest number is taken, which suits longer rows.
     """
 
     def cost(splits: int) -> float:

@@ -94,10 +94,10 @@ def _narrow(
     PIVOTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Raise ``low`` by the next four bits of the search.
+    """Find the next four bits of a row's cut-off, and add them to ``low``.
 
-    ``low`` holds the bits of the largest weight known to leave enough. A block without weights in
-    the remaining search interval is not read again.
+    ``low`` holds the bits of the largest weight known to leave enough tokens or probability. A
+    block without weights in the remaining search interval is not read again.
     """
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
@@ -152,7 +152,7 @@ def _narrow(
 
 @triton.jit
 def _totals(shares, row, blocks, BLOCKS: tl.constexpr, PIVOTS: tl.constexpr):
-    """Return float64 [PIVOTS]: the sums over all blocks of a row."""
+    """Return the sums of ``shares`` over all blocks of a row, float64 [PIVOTS]."""
     each = tl.arange(0, BLOCKS)
     found = tl.load(
         shares + (row * blocks + each)[:, None] * (PIVOTS + 1) + tl.arange(0, PIVOTS)[None, :],
@@ -172,10 +172,11 @@ def cut_off(
     count: bool,
     arrived: Tensor,
 ) -> None:
-    """Raise the least weight that a token needs to be drawn, by top-k or then by top-p.
+    """Raise each row's least weight with which a token may be drawn, as its top-k or top-p demands.
 
-    Equal weights survive together. Rows colder than ``coldest`` are greedy and not changed, nor are
-    rows whose limit is off.
+    Call this function for top-k first, then for top-p. Tokens of equal weight are kept or cut
+    together. Rows colder than ``coldest`` are greedy and not changed, nor are rows whose limit is
+    off.
 
     Args:
         logits: float32 [N, V]; rows may be strided

@@ -120,9 +120,9 @@ def draw(
     coldest: float,
     arrived: Tensor,
 ) -> None:
-    """Replace ``choice.tokens`` of the rows that are not greedy by a draw.
+    """Draw tokens for the rows that are not greedy, and store them in ``choice.tokens``.
 
-    The draw uses the uniform of (seed, position).
+    A draw uses the uniform number of (seed, position).
 
     Args:
         logits: float32 [N, V]; rows may be strided

@@ -38,7 +38,7 @@ def _scores(
     PLACES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Find the K largest logits and the exponential sum of a block, and combine them per row."""
+    """Find the K largest logits and the sum of exponentials of a block; combine them per row."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)

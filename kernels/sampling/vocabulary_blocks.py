@@ -74,9 +74,9 @@ def key_of(value, index):
 
 @triton.jit
 def weights_of(source, index, vocab, peak, temperature, min_p, least):
-    """Return exp((logit - peak) / temperature), or 0 below one of the two cut-offs.
+    """Return the sampling weights of the tokens ``index``: exp((logit - peak) / temperature).
 
-    These are ``min_p`` and ``least``.
+    Weights below ``min_p`` or ``least`` become 0, as do those beyond the vocabulary.
     """
     value = tl.load(source + index, mask=index < vocab, other=float("-inf"))
     weight = tl.exp((value - peak) / temperature)
@@ -104,7 +104,7 @@ class Grid(NamedTuple):
 
 
 def columns_of(parameters: RowParameters, last: Tensor) -> tuple[Tensor | int, ...]:
-    """Return the columns temperature, min-p and ``last``, each followed by its stride.
+    """Return the kernel arguments temperature, min-p and ``last``, each followed by its stride.
 
     Temperature and min-p are columns of ``parameters``.
     """

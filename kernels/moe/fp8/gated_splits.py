@@ -179,14 +179,14 @@ def _activate(partial, values, scale_at, SPLITS: tl.constexpr):
 def _tickets(device: torch.device) -> Tensor:
     """Return a device's counters of finished splits, one per column block of a pair.
 
-    NOTE: all streams share them, so two such GEMMs must not run at once on a device. They must be
-    allocated before any graph capture.
+    NOTE: all streams share the counters, so two such GEMMs must not run at once on a device. The
+    counters must be allocated before any graph capture.
     """
     return torch.zeros(TICKETS_MAX, dtype=torch.int32, device=device)
 
 
 def tickets_suffice(pairs: int, inter: int) -> bool:
-    """Return whether there are counters (:func:`_tickets`) for all column blocks.
+    """Return whether the counters of :func:`_tickets` suffice for all column blocks of the pairs.
 
     Args:
         pairs: number of (token, expert) pairs

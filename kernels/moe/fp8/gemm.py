@@ -50,7 +50,7 @@ def _depth(
     EVEN: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """Multiply one tile over the whole depth: [M, N], with ``SWAP`` [N, M]."""
+    """Return one tile of x w^T, summed over the whole depth: [M, N], with ``SWAP`` [N, M]."""
     groups = tl.cdiv(depth, 128)
     x_scale = tl.load(xs_at)
     w_scale = tl.load(ws_at)
@@ -238,9 +238,9 @@ def _gated(
 
 
 def fetch_of(tile: int) -> int:
-    """Return the number of depth groups that the second GEMM prefetches.
+    """Return the number of depth groups of weights that the second GEMM prefetches.
 
-    ``tile``: rows of a tile.
+    ``tile``: number of rows of a tile.
     """
     return PREFETCH_GROUPS if tile <= 32 else 0
 
@@ -255,7 +255,7 @@ def _weight_operand(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorD
 
 
 def _options(config: Config, tile: int, depth: int, columns: int, tiles: Tiles) -> dict[str, Any]:
-    """Return the compile-time arguments of one GEMM."""
+    """Return the compile-time arguments of one grouped GEMM's kernel."""
     order = config.get("ORDER", "tiles")
     whole = depth % (FP8_BLOCK * config.get("ROUND", 1)) == 0
     return {
@@ -294,7 +294,7 @@ def product(
         tiles: The result of :func:`tiles_of`.
         tile: Rows of a tile.
         pairs: Number of (token, expert) pairs, T * K.
-        per_token: Pairs of a row of x.
+        per_token: Number of pairs that share a row of x: K for tokens, 1 for pairs.
         dtype: Result's dtype.
         config: This GEMM's configuration.
         routed: float32 [pairs], routing weights; None: 1.

@@ -66,7 +66,7 @@ def _multiply_group(
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Multiply one depth group.
+    """Multiply one depth group of a warpgroup's 64 rows by the expert's weight.
 
     Returns:
         The unscaled result, in the layout of ``none``, and the row scales of the left and of the
@@ -276,7 +276,7 @@ def _launch(
     pairs: int,
     config: Config,
 ) -> Tensor:
-    """Launch the second grouped GEMM, or without ``weights`` the first, and return ``out``."""
+    """Launch the second grouped GEMM, or the first if ``weights`` is None; return ``out``."""
     depth = x.shape[1]
     columns = out.shape[1]
     up = weights is None

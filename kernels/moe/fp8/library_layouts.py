@@ -30,8 +30,8 @@ class Static(NamedTuple):
     """A layout with a capacity of ``rows`` rows for every expert.
 
     Attributes:
-        place: int32 [T * K]: each pair's row, expert * rows + its rank within the expert.
-        counts: int32 [E]: rows of each expert in use.
+        place: int32 [T * K]: each pair's row: expert * rows + its place among the expert's pairs.
+        counts: int32 [E]: number of rows in use of each expert.
     """
 
     place: Tensor
@@ -74,7 +74,7 @@ def _find(
 ):
     """Find the rows of one expert's (token, expert) pairs; each program reads all ids.
 
-    With ``PACKED``, ``counts`` gets the starts.
+    With ``PACKED``, ``counts`` receives each expert's first row instead of its number of rows.
     """
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
@@ -112,7 +112,7 @@ def _find(
 
 @triton.jit
 def _scale_at(scales, row, rows, by_expert, by_row):
-    """Return a pointer to the scale of a row's first group."""
+    """Return a pointer to the scale of the first group of 128 channels of ``row``."""
     return scales + row // rows * by_expert + row % rows * by_row
 
 

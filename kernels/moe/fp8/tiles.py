@@ -52,7 +52,7 @@ def hopper(group: int) -> Config:
 
 
 def fp8_experts_rule(tokens: int, per_token: int, experts: int, has_hopper: bool) -> Config:
-    """Return a configuration for an untuned problem, by the mean rows of an expert.
+    """Return a configuration for sizes without a table, by the mean number of rows of an expert.
 
     Arguments as in :func:`fp8_experts_config`.
     """
@@ -104,7 +104,7 @@ def fp8_experts_config(
     has_hopper: bool,
     machine: tuple[str, str] | None = None,
 ) -> Config:
-    """Return the table's configuration for the nearest token count; without a table the rule's.
+    """Return the tuned configuration for the nearest number of tokens, or by rule if none is.
 
     Args:
         tokens: Tokens of a step.

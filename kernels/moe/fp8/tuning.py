@@ -166,7 +166,7 @@ def routing(problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int) -> tu
 
 
 def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple[str, Config]]:
-    """Yield the (kind of GEMM, configuration) to measure for ``tokens`` tokens.
+    """Yield the pairs (kind of GEMM, configuration) to measure for ``tokens`` tokens.
 
     Candidates depend on the mean rows of an expert of ``problem``. Kinds as in ``_Experts.call``.
     """
@@ -199,7 +199,11 @@ def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple
 
 
 def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Fp8ExpertsProblem) -> list[str]:
-    """Run each candidate once to fill the disk cache. Return the keys of candidates that fail."""
+    """Run each candidate once, so that its kernel is cached on disk.
+
+    Returns:
+        Keys of the candidates that fail.
+    """
     held = problem.fused_shared + 4
     bench = _Experts.make(problem, held)
     failed = []
@@ -238,7 +242,7 @@ def tune_experts(
     workers: int = 8,
     log: Log = print,
 ) -> Table:
-    """Measure every token count that the table lacks, and write the table after each.
+    """Find the fastest kernels for each token count that the table lacks; write them at once.
 
     Args:
         problem: The experts.
@@ -290,7 +294,7 @@ def _measure(bench: _Experts, problem: Fp8ExpertsProblem, number: int, failed: s
 
 
 def _cheapest(best: Best) -> tuple[float, Config]:
-    """Return (microseconds, configuration) of the fastest pair of GEMMs with one tile size."""
+    """Return (microseconds, configuration) of the fastest first and second GEMM of equal tiles."""
     found = []
     for (kind, tile, paired), first in best.items():
         if kind == "second" or ("second", tile, paired) not in best:

@@ -212,7 +212,7 @@ def product(
 
 
 def int4_experts_rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
-    """Return the configurations {"up", "down"} of an untuned problem.
+    """Return configurations {"up", "down"} of both GEMMs for sizes without a tuned table.
 
     There are ``tokens`` tokens, each with ``per_token`` of ``experts`` experts. For few tokens the
     configurations are "dense", which needs no alignment.

@@ -27,11 +27,11 @@ def narrow_experts_config(
     inter: int,
     hidden: int,
 ) -> Mapping[str, Config]:
-    """Return the table's configuration for the nearest token count; without a table the rule's.
+    """Return the tuned configuration for the nearest number of tokens, or by rule if none is.
 
     Args:
-        dtype: Dtype of the weights as in file names.
-        rule: Returns the configuration of an untuned problem.
+        dtype: Dtype of the weights as file names spell it.
+        rule: Returns the configuration for sizes without a tuned table.
         tokens: Tokens of a step.
         per_token: Columns of the ids.
         experts: Experts held.
@@ -43,12 +43,14 @@ def narrow_experts_config(
 
 
 def measured_for(name: str, tokens: int) -> Mapping[str, Config] | None:
-    """Return the configuration for the nearest token count in the table in file ``name``.
+    """Return both GEMMs' configurations for the nearest token count in table file ``name``.
 
-    None is returned in the cases of ``tuned_tables.measured_for``.
+    A configuration whose GEMMs are "dense" is skipped if a tile has fewer than ``tokens`` rows:
+    dense tiles were measured only where one held all tokens of the step.
 
-    Configurations with dense tiles smaller than ``tokens`` are skipped: they were measured only
-    where a tile held all tokens.
+    Returns:
+        {"up", "down"}; None without a table, without a configuration that is not skipped, or if
+            the largest of their token counts is less than half of ``tokens``
     """
     fitting = {
         number: config

@@ -43,7 +43,7 @@ STATEMENT_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class TaskMix:
-    """Shares of conversations, prose pieces and recall drills among the drawn documents."""
+    """Shares of tasks, question-answer pairs, prose and recall drills in the training text."""
 
     tasks: float = 0.6
     pairs: float = 0.26
@@ -67,7 +67,7 @@ class TrainingBatch:
 
 
 class TextSource:
-    """Random source of documents as (ids, loss weights)."""
+    """Source of random training documents, each as (token ids, loss weights)."""
 
     def __init__(self, folder: Path, mix: TaskMix, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -81,7 +81,7 @@ class TextSource:
         self.mix = mix
 
     def piece(self, length: int) -> tuple[list[int], list[float]]:
-        """Return a window of the prose stream; it may cross a boundary between documents."""
+        """Return ``length`` ids of the prose stream, which may span several documents."""
         start = self.rng.randrange(len(self.prose) - length)
         return self.prose[start : start + length].tolist(), [1.0] * length
 
@@ -102,7 +102,7 @@ class TextSource:
         return ask, reasoning + pair.answer if think else pair.answer, think
 
     def conversation(self) -> tuple[list[int], list[float]]:
-        """Return one to three turns; only the last may be in think form."""
+        """Return a conversation of one to three turns, only the last perhaps with reasoning."""
         share = self.mix.tasks / (self.mix.tasks + self.mix.pairs)
         past: list[tuple[str, str]] = []
         while True:
@@ -117,9 +117,9 @@ class TextSource:
         return ids, [1.0 if wanted else PROMPT_WEIGHT for wanted in tokenizer.answer_mask(ids)]
 
     def recall(self) -> tuple[list[int], list[float]]:
-        """Return named values, then the same entries in another order.
+        """Return a recall drill: named values, then the same entries in another order.
 
-        A dense drill in finding a value by its key.
+        It trains the model to find a value by its name.
         """
         size = self.rng.randint(2, 8)
         values = self.rng.choice((COLOURS * 2, [str(n) for n in range(100)], NOUNS))
@@ -150,9 +150,10 @@ class TextSource:
         return ids, [1.0] * len(ids)
 
     def row(self, length: int) -> tuple[list[int], list[int], list[float]]:
-        """Return one row: whole documents until one no longer fits, then prose to fill it.
+        """Return (ids, document numbers, loss weights) of one row of ``length`` ids.
 
-        The first id of a document has no weight.
+        The row has whole documents until one no longer fits, then prose. The first id of a
+        document has loss weight 0.
         """
         ids: list[int] = []
         numbers: list[int] = []
@@ -188,7 +189,7 @@ def _work(
 def stream(
     folder: Path, *, mix: TaskMix, rows: int, length: int, seed: int, workers: int
 ) -> Iterator[TrainingBatch]:
-    """Yield batches without end; the worker processes end with this process."""
+    """Yield batches of ``rows`` rows without end; the worker processes end with this process."""
     context = mp.get_context("spawn")
     queue: mp.Queue[TrainingBatch] = context.Queue(maxsize=2 * workers)
     for number in range(workers):

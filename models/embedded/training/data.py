@@ -31,7 +31,7 @@ DEFINED_WORDS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One answer that the model should learn.
+    """An answer that the model should learn, and the questions for it.
 
     Attributes:
         source: name of the data source.
@@ -51,7 +51,7 @@ class Pair:
 
 
 def collect_pairs(wordnet: WordNet, generated: Path | None) -> list[Pair]:
-    """Return the pairs of every source."""
+    """Return the question-answer pairs of every source; ``generated`` is left out if None."""
     pairs = [Pair("facts", tuple(asks), answer) for asks, answer in facts.questions()]
     pairs += [
         Pair("wordnet", tuple(asks), answer) for asks, answer in wordnet.questions(DEFINED_WORDS)
@@ -65,7 +65,7 @@ def collect_pairs(wordnet: WordNet, generated: Path | None) -> list[Pair]:
 
 
 def collect_prose(wordnet: WordNet, manual: Path) -> list[str]:
-    """Return the documents of every source, shuffled."""
+    """Return the prose documents of every source, shuffled."""
     documents = [*wordnet.prose(), *pydocs.documents(manual)]
     documents += [f"{name}\n{text}" for name, text in pydocs.docstrings()]
     random.Random(0).shuffle(documents)
@@ -73,7 +73,7 @@ def collect_prose(wordnet: WordNet, manual: Path) -> list[str]:
 
 
 def tokenizer_sample(prose: Sequence[str], pairs: Sequence[Pair], size: int = 30_000) -> list[str]:
-    """Return texts to train the merges on, in similar shares of prose, pairs and tasks."""
+    """Return texts on which to train the tokenizer: similar numbers of prose, pairs and tasks."""
     rng = random.Random(1)
     texts = rng.sample(list(prose), min(size, len(prose)))
     texts += [f"{rng.choice(pair.asks)}\n{pair.answer}" for pair in rng.choices(pairs, k=size)]

@@ -51,7 +51,11 @@ def published(state: dict[str, Tensor], layers: int) -> Iterator[tuple[str, Tens
 
 
 def stored(tensors: Iterator[tuple[str, Tensor]], *, fp8: bool) -> dict[str, Tensor]:
-    """Return the tensors in the form that the file stores."""
+    """Return the tensors in the dtypes of the checkpoint.
+
+    Correction biases are float32. With ``fp8`` projections are block FP8, with scales as further
+    tensors. All others are bf16.
+    """
     out: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if name.endswith("e_score_correction_bias"):
@@ -64,7 +68,7 @@ def stored(tensors: Iterator[tuple[str, Tensor]], *, fp8: bool) -> dict[str, Ten
 
 
 def write(weights: Path, coder_folder: Path, out: Path, *, fp8: bool) -> None:
-    """Write the whole folder."""
+    """Write the checkpoint folder ``out``: weights, tokenizer, config and generation config."""
     shape = NetworkShape()
     network = Network(shape)
     network.load_state_dict(load_file(weights))

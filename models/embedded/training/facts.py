@@ -269,5 +269,5 @@ def _greetings() -> Iterator[Questions]:
 
 
 def questions() -> list[Questions]:
-    """Return every (ways to ask, answer)."""
+    """Return all (questions, answer)."""
     return [*ABOUT, *_geography(), *_nature(), *_words(), *_orders(), *_greetings()]

@@ -27,7 +27,7 @@ def _block_scales(weight: Tensor) -> Tensor:
 
 
 def _spread(scales: Tensor) -> Tensor:
-    """Repeat one scale per block to one per element."""
+    """Repeat each block's scale for every element of the block."""
     return scales.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
 
 

@@ -102,7 +102,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """Gated feed-forward module (SwiGLU)."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """The noaux_tc gate with sigmoid scores.
+    """The gate of DeepSeek-V3 ("noaux_tc"): it chooses experts by sigmoid scores.
 
     The correction bias affects only the choice of experts, never their weights.
     """
@@ -130,7 +130,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.zeros(shape.experts), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return weights [B, T, experts] with the sum `routed_scale`; zero if not chosen."""
+        """Return the experts' weights [B, T, experts], 0 if not chosen, `routed_scale` in sum."""
         s = self.shape
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.float(), self.weight.float()).sigmoid()
@@ -218,7 +218,7 @@ class TrainingNextN(nn.Module):
 
 
 class Network(nn.Module):
-    """The whole model.
+    """The whole model: embedding, decoder layers, final norm, head and MTP layer.
 
     It returns hidden states after the final norm, the input of the head and of the MTP layer.
     """
@@ -251,7 +251,7 @@ class Network(nn.Module):
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def angles(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [T, 1, rope / 2]."""
+        """Return cosines and sines of the rotary angles of T positions, each [T, 1, rope / 2]."""
         turns = torch.outer(
             torch.arange(length, device=self.frequencies.device).float(), self.frequencies
         )

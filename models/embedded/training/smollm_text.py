@@ -66,7 +66,7 @@ def first_sentences(text: str) -> str | None:
 
 
 def keeps(question: str, answer: str) -> bool:
-    """Return True if the answer names the subject of the question and is not chatty."""
+    """Return True if a generated answer names the question's subject and is not chatty."""
     word = question.rstrip(".?").split()[-1] if " used for" not in question else question.split()[2]
     word = question.split()[2] if question.endswith("important?") else word
     return word[:4].lower() in answer.lower() and re.search(CHATTY_PATTERN, answer) is None

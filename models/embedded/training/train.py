@@ -34,7 +34,7 @@ BIAS_SPEED = 1e-3
 
 @dataclass(slots=True)
 class StepClock:
-    """Progress of the training: by steps if their number is given, else by time."""
+    """Progress of the training: a share of ``steps``, or of ``seconds`` if ``steps`` is 0."""
 
     steps: int
     seconds: float
@@ -51,7 +51,10 @@ class StepClock:
 
 
 def learning_rate(progress: float, warm: float, hold: float) -> float:
-    """Return the factor on the peak learning rate."""
+    """Return the factor on the peak learning rate at ``progress`` (0 to 1).
+
+    It rises linearly from 0 to 1 until ``warm``, and falls linearly to 0 from ``hold`` on.
+    """
     return min(
         progress / warm if warm else 1.0, 1.0, max(0.0, (1 - progress) / max(1 - hold, 1e-9))
     )
@@ -84,7 +87,13 @@ class Trainer:
         return ids.long(), documents, weights.float()
 
     def step(self, batch: batches.TrainingBatch, rate: float, balance: float) -> Tensor:
-        """Apply one update and return (loss, MTP loss) on the device."""
+        """Update the model with one batch and return (loss, MTP loss) on the device.
+
+        Args:
+            batch: the batch.
+            rate: factor on the peak learning rate.
+            balance: step of the correction biases that balance the experts' loads.
+        """
         ids, documents, weights = self.tensors(batch)
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda"):
             hidden, ahead = self.model(ids, documents)
@@ -105,7 +114,7 @@ class Trainer:
             router.e_score_correction_bias += speed * (step - step.mean())
 
     def imbalance(self) -> float:
-        """Return the load of the busiest expert over the mean, of the worst layer."""
+        """Return the largest ratio in any layer of the busiest expert's load to the mean load."""
         return max(float(r.load.max() / r.load.mean().clamp_min(1)) for r in self.model.routers())
 
 
@@ -116,7 +125,7 @@ def save(model: Network, file: Path) -> None:
 
 
 def report(trainer: Trainer, folder: Path, *, fp8: bool, count: int) -> None:
-    """Print the exact-match scores so far."""
+    """Print the model's exact-match scores on ``count`` held-out tasks, in FP8 or bf16."""
     trainer.model.quantize(fp8)
     scores = evaluate.task_scores(trainer.model, folder, count)
     print(

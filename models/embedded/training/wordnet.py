@@ -17,7 +17,7 @@ HYPERNYM = "@"
 
 @dataclass(frozen=True, slots=True)
 class Synset:
-    """One meaning.
+    """One meaning in WordNet, shared by one or more words.
 
     Attributes:
         part: part of speech.
@@ -55,7 +55,7 @@ def _parse(part: str, line: str) -> tuple[str, Synset]:
 
 
 class WordNet:
-    """The whole database, keyed by (part, offset)."""
+    """WordNet's database: every meaning by (part of speech, offset in its data file)."""
 
     def __init__(self, folder: Path) -> None:
         self.synsets: dict[tuple[str, str], Synset] = {}
@@ -67,7 +67,7 @@ class WordNet:
         self.common = self._common(folder)
 
     def _common(self, folder: Path) -> list[tuple[int, str, Synset]]:
-        """Return the one-word lemmas of tagged text, most frequent first.
+        """Return the one-word lemmas of WordNet, the most frequent in tagged text first.
 
         Returns:
             (tag count, word, first meaning) of each.
@@ -95,7 +95,7 @@ class WordNet:
         return (synset.prose for synset in self.synsets.values())
 
     def hypernym(self, synset: Synset) -> str | None:
-        """Return the first word of the nearest more general meaning."""
+        """Return the first word of the nearest more general meaning; None if there is none."""
         for relation, offset in synset.points:
             if relation == HYPERNYM and (synset.part, offset) in self.synsets:
                 return self.synsets[synset.part, offset].words[0]
