@@ -19,8 +19,8 @@ PACKAGES = ("torch", "triton", "sglang-kernel", "flashinfer-python", "sgl-deep-g
 def conditions(device: str) -> dict[str, Any]:
     """Return the conditions under which this process measures, for a record.
 
-    They are the command, the date, the versions of glowplug, Python and installed packages, and the
-    card.
+    The conditions are the command, the date, the versions of glowplug, Python and installed
+    packages, and the card.
 
     Args:
         device: "cpu" or "cuda".
@@ -39,9 +39,9 @@ def conditions(device: str) -> dict[str, Any]:
 
 
 def conditions_apart() -> dict[str, Any]:
-    """Return the conditions without creating a CUDA context in this process.
+    """Return the conditions of ``conditions`` without creating a CUDA context in this process.
 
-    A process that does not use the card itself, while others measure on it, calls this function.
+    Processes that only start others, which measure on the card, call this function.
     """
     from glowplug.core.facts.machine import cuda_devices
 
