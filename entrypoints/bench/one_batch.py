@@ -245,7 +245,7 @@ def _measure(
 
 
 def show(times: BatchTimes, every: int) -> None:
-    """Print the times of prefill, the first decode steps, every Nth one, the median and the total."""
+    """Print the times of prefill, first decode steps, every Nth step, the median and the total."""
     print(
         f"Prefill. latency: {times.prefill:8.5f} s, "
         f"throughput: {times.prefill_throughput:10.2f} token/s"

@@ -242,7 +242,7 @@ def _measure_questions(
 
 
 def _times(rounds: list[list[QueryAnswer]]) -> dict[str, Any]:
-    """Return the figures of a row: median times of all rounds, and the decode rate of each round."""
+    """Return a row's figures: median times of all rounds, and the decode rate of each round."""
     rates = [
         sum(len(one.tokens) - 1 for one in answers) / sum(one.last - one.first for one in answers)
         for answers in rounds

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Soak:
-    """A long run of mixed load on one engine, with checks; ``failures`` describes the failed ones."""
+    """A long run of mixed load on one engine, with checks; ``failures`` lists the failed checks."""
 
     def __init__(
         self, llm: LLM, args: argparse.Namespace, conditions: Mapping[str, Any] | None = None
@@ -168,7 +168,7 @@ class Soak:
             self.failures.append(f"{type(error).__name__}: {error}")
 
     def _load_until(self, loaded: float) -> bool:
-        """Run requests up to ``loaded`` seconds of load; return False if ``--hold`` ended it early."""
+        """Run requests up to ``loaded`` seconds of load; return False if a hold cut them short."""
         began = time.monotonic()
         deadline = began + loaded - self.loaded
         held = False
@@ -223,7 +223,7 @@ class Soak:
         self._running[stream] = wanted
 
     def _poll(self) -> None:
-        """Receive one frame of deltas, and abort the requests that are to be aborted now."""
+        """Receive one frame of deltas, and abort requests that have reached ``abort_after``."""
         for stream, delta in self.llm.poll():
             wanted = self._running.get(stream)
             if wanted is None:
