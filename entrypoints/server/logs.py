@@ -34,7 +34,10 @@ def printable(text: str) -> str:
 
 
 class OneLine(logging.Formatter):
-    """Log formatter for people: ``INFO 11-21 02:00:00 [name] message``, unprintable text escaped."""
+    """Log formatter for people: ``INFO 11-21 02:00:00 [name] message``.
+
+    Unprintable text is escaped.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
@@ -43,7 +46,7 @@ class OneLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """Log formatter for programs: one JSON object per line.
+    """Log formatter for programs: one JSON object per record, on one line.
 
     If the logged object has a method ``fields``, its result replaces the field "message".
     """

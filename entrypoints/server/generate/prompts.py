@@ -169,7 +169,7 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
 def _text(message: Message, where: str) -> str | None:
     """Return a message's content as one text; None for an assistant's message with tool calls only.
 
-    ``where``: path of the message in the request, for errors.
+    ``where``: path of the content in the request, for errors.
     """
     content = message.content
     if content is None:

@@ -55,7 +55,7 @@ class ReasoningSplitter:
         return "".join(texts["reasoning"]), "".join(texts["content"])
 
     def _parse_from(self, text: str, start: int) -> list[Piece]:
-        """Parse content by the parsers from number ``start`` on, and return the resulting pieces."""
+        """Parse content by the parsers from index ``start`` on and return the resulting pieces."""
         pieces = [Piece("content", text)]
         for parser in self._parsers[start:]:
             pieces = [
