@@ -78,7 +78,7 @@ def _layer_tensors(model: Path, facts: ModelFacts) -> dict[str, ExportedTensor]:
     """Return the tensors of the first next-token layer by their names in the export.
 
     Raises:
-        FactsError: the checkpoint has no next-token layer, or nothing else.
+        FactsError: the checkpoint has no next-token layer, or is itself an exported one.
     """
     if facts.architecture.endswith(NEXTN_ALONE):
         raise FactsError(

@@ -125,8 +125,7 @@ class Context:
 
 
 def _base_name(model: str) -> str:
-    """Return the last part of a model's path; a hub id such as "org/name" is returned unchanged.
-    """
+    """Return the last part of a model's path; a hub id such as "org/name" is returned unchanged."""
     path = PurePath(model)
     return path.name if path.is_absolute() or model.startswith(".") else model
 

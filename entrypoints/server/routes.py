@@ -65,7 +65,7 @@ class HttpRoute:
     poll: bool = False
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
-        """Return FastAPI's argument ``responses``: models of the regular and all error responses."""
+        """Return FastAPI's argument ``responses``: the models of regular and error responses."""
         good: dict[str, Any] = {"description": "The answer."}
         if self.answer is not None:
             good["model"] = self.answer

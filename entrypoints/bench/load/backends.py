@@ -235,7 +235,7 @@ async def send_prompt(
 
 
 def outcome_of(raw: RawAnswer, backend: Backend) -> Outcome:
-    """Parse an unparsed answer and return the outcome of its request.
+    """Parse a received answer and return the outcome of its request.
 
     A failure of the server raises nothing; it is described in ``Outcome.error``.
     """

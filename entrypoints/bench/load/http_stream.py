@@ -140,7 +140,7 @@ class _Collector(asyncio.Protocol):
 
 
 def _is_whole(pieces: Sequence[Piece]) -> bool:
-    """Return whether a chunked answer is complete: its last chunk has arrived.
+    """Return whether the last chunk of a chunked answer has arrived, so that it is complete.
 
     The bytes of a last chunk may also occur within a body, so the answer is parsed.
     """

@@ -14,7 +14,7 @@ class Sample:
 
     Attributes:
         seconds: time since the start.
-        loaded: time of these under load.
+        loaded: time under load since the start, pauses left out.
         host: resident set of this process.
         device_held: memory of tensors.
         device_claimed: memory reserved by torch's allocator.

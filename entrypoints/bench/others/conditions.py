@@ -39,7 +39,7 @@ def conditions(device: str) -> dict[str, Any]:
 
 
 def conditions_apart() -> dict[str, Any]:
-    """Return the conditions of ``conditions`` without creating a CUDA context in this process.
+    """Return the result of ``conditions`` without creating a CUDA context in this process.
 
     Processes that only start others, which measure on the card, call this function.
     """

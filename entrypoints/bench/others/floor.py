@@ -147,7 +147,7 @@ class Card:
     def prefill(self, model: ModelFacts, prompts: int, length: int) -> float:
         """Return the least seconds of a prefill of ``prompts`` prompts of ``length`` tokens each.
 
-        The weights that it reads include the experts that the tokens are expected to choose.
+        The time to read the weights covers the experts that the tokens are expected to choose.
         """
         read = step_bytes(model, prompts * length, 0).seconds(self.bandwidth)
         return max(prefill_work(model, prompts, length).seconds(self.rates), read)

@@ -41,7 +41,7 @@ class ProcessMemory:
         return None
 
     def _read(self) -> int:
-        """Return the driver's count of device bytes that these processes use.
+        """Return the driver's count of device bytes in use by this process and its descendants.
 
         Raises:
             LookupError: the command is missing or does not report this process.

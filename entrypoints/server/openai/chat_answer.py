@@ -140,7 +140,7 @@ class ChatAnswer:
         return reasoning, content, logprobs
 
     def _with_reasoning(self, fields: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
-        """Add ``reasoning`` to ``fields``, under both API names if so configured; return ``fields``."""
+        """Add ``reasoning`` to ``fields``, under both names if so configured; return ``fields``."""
         fields["reasoning_content"] = reasoning
         if self._context.options.emit_reasoning_alias:
             fields["reasoning"] = reasoning
@@ -260,7 +260,9 @@ class ChatChunks(ChatAnswer):
 
     @staticmethod
     def _hold(choice: ChatChoiceState, reasoning: str, complete: bool) -> str:
-        """Hold back a choice's reasoning until it is complete; then return all of it, before "".
+        """Hold back a choice's reasoning until it is complete, and then return all of it.
+
+        Until then the result is "".
         """
         choice.held.append(reasoning)
         if not complete:
