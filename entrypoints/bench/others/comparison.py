@@ -124,7 +124,7 @@ class Comparison:
         self._write("serving", found, files[OURS], beside, runs)
 
     def _own_load(self) -> OwnLoad:
-        """Return the load on the servers; by default four requests per concurrent one."""
+        """Return the load on the servers, by default 4 requests for each unit of concurrency."""
         args = self._args
         return OwnLoad(
             input_len=args.input_len,

@@ -39,9 +39,10 @@ def conditions(device: str) -> dict[str, Any]:
 
 
 def conditions_apart() -> dict[str, Any]:
-    """Return the result of ``conditions`` without creating a CUDA context in this process.
+    """Return the conditions, cards included, without creating a CUDA context in this process.
 
-    Processes that only start others, which measure on the card, call this function.
+    Processes that start others to measure on the cards, and do not use the cards themselves, call
+    this function instead of ``conditions``.
     """
     from glowplug.core.facts.machine import cuda_devices
 

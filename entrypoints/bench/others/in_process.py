@@ -48,7 +48,7 @@ class BatchTimes:
 
     @property
     def steady(self) -> tuple[float, ...]:
-        """Durations of the decode steps without the first ones, or of all if there are too few."""
+        """Durations of the decode steps without the first ones, or of all if they are too few."""
         return (
             self.decodes[SETTLING_STEPS:]
             if len(self.decodes) >= 4 * SETTLING_STEPS

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the installed plugins and return the exit code."""
+    """Load the plugins, print a table or JSON of them and return the exit code."""
     plugins = load_plugins(extra=args.plugin, block=args.block_plugin)
     found = listing(plugins)
     if args.json:
