@@ -246,7 +246,7 @@ class HttpServer:
     async def _supervise(
         self, http: asyncio.Task[None], make: Callable[[], Executor] | None
     ) -> int:
-        """Start the engine, wait for a signal or for its death, and return the exit code."""
+        """Start the engine, wait for a signal or the engine's end, and return the exit code."""
         host, port = self._listener.getsockname()[:2]
         logger.info("listening on http://%s:%d (not ready yet)", host, port)
         starting = asyncio.create_task(self._start(make))
