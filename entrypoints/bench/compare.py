@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
-    """Run the whole comparison and return its record, with rates in output tokens per second."""
+    """Measure this engine and Transformers; return the record, rates in output tokens a second."""
     import torch
 
     from glowplug.entrypoints.front.llm import LLM
@@ -201,7 +201,7 @@ def _agreement(ours: list[int], expected: list[int]) -> float:
 def _serving(
     args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds: list[Ids]
 ) -> dict[str, Any]:
-    """Measure the same requests on ``llm`` and through a server of our own, alternately."""
+    """Measure the same requests on ``llm`` and through a glowplug server, alternately."""
     offline = []
     served = []
     with LocalServer(config, threads=args.threads) as server:
@@ -218,7 +218,7 @@ def _serving(
 
 
 def _served(target: ServerTarget, prompts: Ids, count: int) -> float:
-    """Send the prompts to a server with an empty cache.
+    """Send the prompts to a server whose prefix cache is empty, and measure its rate.
 
     Returns:
         Output tokens per second.
@@ -244,7 +244,7 @@ def _served(target: ServerTarget, prompts: Ids, count: int) -> float:
 def _conditions(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
     """Return the conditions of the measurement for the record.
 
-    They are model, device, versions and the command's options.
+    The conditions are model, device, versions and the command's options.
     """
     import platform
 

@@ -76,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print the tables.
+    """Measure the kernels of each slot's providers and print the tables.
 
     Returns:
         Exit status 0; 2 when the model, or the plan's own choice for it, is refused.
@@ -118,7 +118,7 @@ class Variant:
 
 
 def variants(plan: EnginePlan, plugins: PluginSet) -> Iterator[Variant]:
-    """Yield every alternative for the slots of ``plan``, one change at a time."""
+    """Yield the variants that each replace one component or provider option of ``plan``."""
     for section in ("attention", "ops", "quantization", "sampling"):
         slots = tuple(slot for slot in SLOTS if SLOT_SECTIONS[slot] == section)
         chosen = plan.choice(section)
@@ -170,7 +170,7 @@ class MeasuredSteps:
         slots: slots whose calls are timed.
         times: by layer of the cut model, the number of layers of the whole model that it
             represents.
-        rates: (bytes, operations) per second that the device reaches; 0 if unknown.
+        rates: (bytes, operations) per second that the device reaches; 0: unknown.
     """
 
     shapes: list[KernelStepShape]
@@ -179,14 +179,14 @@ class MeasuredSteps:
     rates: tuple[float, float]
 
     def layers(self, call: Call) -> int:
-        """Return the number of layers of the whole model that make this call."""
+        """Return the number of the whole model's layers that make ``call``; 1 outside of layers."""
         return 1 if call.layer is None else self.times.get(call.layer, 1)
 
 
 def measure(
     args: argparse.Namespace, config: dict[str, Any], plugins: PluginSet, folder: Path
 ) -> dict[str, Any]:
-    """Measure every variant.
+    """Measure the plan's own choices and every variant.
 
     Returns:
         A record with the conditions, the rows, and for each refused or failed variant its reason.
@@ -317,7 +317,7 @@ def _measure_variant(
 
 
 def _grouped(calls: list[Call], slots: Collection[str]) -> list[tuple[Call, int]]:
-    """Return each distinct call of a layer in ``slots`` once, with its number of occurrences."""
+    """Return (call, number of occurrences) of each distinct call to a component in ``slots``."""
     found: dict[Any, tuple[Call, int]] = {}
     for call in calls:
         if call.slot in slots:

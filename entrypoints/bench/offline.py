@@ -60,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the median run, and return the exit status.
+    """Measure the engine without a server, print the median run, and return the exit status.
 
     Returns:
         0; 2 if the model or an option is refused.

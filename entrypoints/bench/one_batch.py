@@ -103,7 +103,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every shape and print the table.
+    """Measure static batches of every requested shape and print the table.
 
     Returns:
         Exit status 0; 1 when a batch failed (its record has the reason); 2 when the configuration
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _positions(model: str, extra: list[str]) -> int:
-    """Return the length in tokens of the longest sequence that the model was made for."""
+    """Return the maximum sequence length of the model in tokens."""
     from glowplug.core.plugin.registry import load_plugins
 
     return load_plugins(extra=extra).read_model(str(model)).facts.max_positions
@@ -162,7 +162,7 @@ def _record_shape(
     shape: tuple[int, int, int],
     bandwidth: float,
 ) -> dict[str, Any]:
-    """Measure one shape and return its record, or one with the error that the engine reported.
+    """Measure one batch shape; return its record, or the shape with the error that the engine gave.
 
     Args:
         args: options of the command.
@@ -192,7 +192,7 @@ def _record_shape(
 def _run(
     args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]
 ) -> int:
-    """Measure all shapes, write and print the records, and return the exit status."""
+    """Measure all batch shapes, write and print the records, and return the exit status."""
     from glowplug.entrypoints.front.llm import LLM
 
     with LLM(**config) as llm:
@@ -218,7 +218,7 @@ def _run(
 def _measure(
     args: argparse.Namespace, llm: LLM, rng: random.Random, shape: tuple[int, int, int]
 ) -> BatchTimes:
-    """Return the median run of one shape, after a warm-up."""
+    """Return the times of the median run of one batch shape, after a warm-up."""
     batch, length, output = shape
     vocab = llm.plan.facts.model.vocab_size
     print(f"Warmup (batch {batch}, input {length}, output {output}) ...")
@@ -245,7 +245,7 @@ def _measure(
 
 
 def show(times: BatchTimes, every: int) -> None:
-    """Print prefill, the first decode steps, every Nth one, the median and the total."""
+    """Print the times of prefill, first decode steps, every Nth step, the median and the total."""
     print(
         f"Prefill. latency: {times.prefill:8.5f} s, "
         f"throughput: {times.prefill_throughput:10.2f} token/s"
@@ -271,7 +271,7 @@ def show(times: BatchTimes, every: int) -> None:
 def record(
     times: BatchTimes, args: argparse.Namespace, llm: LLM, bandwidth: float
 ) -> dict[str, Any]:
-    """Return the record of a run: SGLang's keys in seconds, then ours in milliseconds.
+    """Return the record of one static batch: SGLang's keys in seconds, then ours in milliseconds.
 
     Args:
         bandwidth: bytes per second of device memory, for the floor (the least time of a step); 0 if
@@ -319,7 +319,7 @@ def record(
 def document(llm: LLM, records: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
     """Return the document that ``--save`` writes.
 
-    It has the conditions, the plan's choice for each slot, and every record.
+    The document has the conditions, the plan's choice for each slot, and every record.
     """
     plan = llm.plan
     return conditions(plan.device) | {

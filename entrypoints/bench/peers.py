@@ -47,10 +47,10 @@ Tables = dict[str, list[dict[str, Any]]]  #: title -> rows
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric and its table.
+    """One compared metric, which has a table of its own.
 
     Attributes:
-        key: key in the results; that of the floor is ``floor``.
+        key: the metric's key in the results; the key of its floor is in ``floor``.
         title: title of the table.
         lower: True if lower values are better.
     """
@@ -114,7 +114,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tables.
+    """Print the tables that compare the engines' result files.
 
     Returns:
         Exit status 0; 2 when a file cannot be read.
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def points(path: Path) -> Points:
-    """Read the points of one file: values by metric for each batch size or concurrency.
+    """Read a result file into points: values by metric for each batch size or concurrency.
 
     Raises:
         ValueError: the file has no result.
@@ -200,7 +200,7 @@ def _point(record: Record) -> tuple[int, dict[str, float]]:
 
 
 def merged(one: Points, other: Points) -> Points:
-    """Return the points of ``one`` and ``other``; the better value counts at a shared point."""
+    """Return the points of ``one`` and ``other``, with the better value where both have one."""
     lower = {metric.key: metric.lower for metric in (*STATIC_METRICS, *SERVING_METRICS)}
     found = {at: dict(values) for at, values in one.items()}
     for at, values in other.items():
@@ -269,7 +269,7 @@ RUN_KEYS = (
 
 
 def runs(path: Path) -> list[Record]:
-    """Return the keys that a comparison's record keeps of each serving run in the file."""
+    """Return each serving run in the file, reduced to the keys that a comparison's record keeps."""
     return [
         {key: line[key] for key in RUN_KEYS if line.get(key) is not None} for line in _records(path)
     ]
@@ -278,8 +278,8 @@ def runs(path: Path) -> list[Record]:
 def header(path: Path) -> dict[str, Any]:
     """Return the conditions of a result file.
 
-    They are those of a ``--save`` document, or those in the first line of a serving run, with its
-    requests by concurrency.
+    A ``--save`` document has conditions of its own. For serving runs, they are taken from the first
+    line, with the number of completed requests by concurrency.
     """
     try:
         whole = orjson.loads(path.read_bytes())
@@ -299,10 +299,10 @@ def header(path: Path) -> dict[str, Any]:
 
 
 def comparison(engines: Mapping[str, Points]) -> Tables:
-    """Return one row per point for each metric, with the value of every engine.
+    """Return a table for each metric, with a row per point and the value of every engine.
 
-    ``times_best_peer`` is our speed relative to the best peer: above 1, we are faster. The floor
-    and our share of its speed are added where they are known.
+    ``times_best_peer`` is this engine's speed relative to the best peer: above 1, this engine is
+    faster. The floor and this engine's share of the floor's speed are added where they are known.
     """
     ours = engines[OURS]
     metrics = (
@@ -314,8 +314,8 @@ def comparison(engines: Mapping[str, Points]) -> Tables:
 def beside_offline(ours: Points, path: Path) -> Tables:
     """Return a table of serving throughput relative to the offline engine.
 
-    It has one row, for the highest concurrency. ``path`` is the offline result on the same kind of
-    load.
+    The table has one row, for the highest concurrency. ``path``: file with the offline result on
+    the same kind of load.
     """
     offline = max(float(record["output_throughput"]) for record in _records(path))
     at = max(ours)
@@ -325,9 +325,9 @@ def beside_offline(ours: Points, path: Path) -> Tables:
 
 
 def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, Any]:
-    """Return the table row of a metric: each engine's value and our relative speed.
+    """Return a metric's table row: each engine's value and this engine's relative speed.
 
-    ``at``: the point, a batch size or concurrency.
+    ``at``: the row's point, a batch size or concurrency.
     """
     values = {
         name: found[at][metric.key]
@@ -346,17 +346,17 @@ def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, An
 
 
 def _ratio(name: str, metric: Metric, ours: float, other: float) -> dict[str, float]:
-    """Return {name: our speed relative to another's}.
+    """Return {``name``: speed of this engine relative to another} from the metric's two values.
 
-    The result is empty where the slower one took no time: tokens that arrive together have no time
-    between them.
+    The result is empty where the divisor is 0: tokens that arrive together have no time between
+    them.
     """
     mine, theirs = (other, ours) if metric.lower else (ours, other)
     return {name: mine / theirs} if theirs else {}
 
 
 def markdown(found: Mapping[str, Sequence[Record]], engines: Sequence[str]) -> str:
-    """Convert tables to Markdown, with a column for each of ``engines``."""
+    """Return the tables ``found`` as Markdown, with a column for each of ``engines``."""
     parts = []
     for title, rows in found.items():
         columns = [

@@ -37,7 +37,7 @@ FALLBACK_VOCAB = 1000  #: token ids below this exist in every known vocabulary
 
 @dataclass(frozen=True)
 class MeasuredServer:
-    """The measured server as it reports itself before the run."""
+    """The measured server's description of itself, read before the run."""
 
     model: str
     vocab: int | None
@@ -45,7 +45,7 @@ class MeasuredServer:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the load and print its report.
+    """Send the load to a server and print the report of the measurements.
 
     Returns:
         Exit status 0 if every request succeeded; 1 if some failed; 2 if the run could not start.
@@ -110,7 +110,7 @@ def _target(args: argparse.Namespace) -> ServerTarget:
 
 
 async def _inspect_server(target: ServerTarget, args: argparse.Namespace) -> MeasuredServer:
-    """Wait for the server and read its model's name and, if it reports it, the vocabulary size."""
+    """Wait for the server and read its model's name and, if reported, the vocabulary size."""
     await _ready(target, args.ready_check_timeout)
     status, body = await call(target, "GET", "/v1/models")
     models = orjson.loads(body).get("data", []) if status == 200 else []
@@ -126,7 +126,7 @@ async def _inspect_server(target: ServerTarget, args: argparse.Namespace) -> Mea
 
 
 async def _ready(target: ServerTarget, timeout: float) -> None:
-    """Wait until ``/ready`` answers with a status other than 503.
+    """Wait until the server's route ``/ready`` answers with a status other than 503.
 
     Servers without that route answer 404 once they are up.
     """
@@ -166,7 +166,7 @@ async def _json(target: ServerTarget, path: str) -> dict[str, Any] | None:
 def _prompts(
     args: argparse.Namespace, server: MeasuredServer, count: int
 ) -> list[datasets.BenchPrompt]:
-    """Return ``count`` prompts, from the dataset or random."""
+    """Return ``count`` prompts from the dataset, or random ones without a dataset."""
     encode, decode, vocab = (
         datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None)
     )
@@ -257,9 +257,9 @@ async def _expect_ok(target: ServerTarget, path: str) -> None:
 
 
 def _retokenized(args: argparse.Namespace, outcomes: list[Outcome]) -> int | None:
-    """Return the number of output tokens, counted again from the texts.
+    """Return the number of output tokens, counted by tokenizing the texts; None without tokenizer.
 
-    This reveals a server that reports more tokens than it sends.
+    The number reveals a server that reports more tokens than it sends.
     """
     if not args.tokenizer:
         return None

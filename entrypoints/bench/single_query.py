@@ -71,7 +71,7 @@ class Mixture:
     dp: bool
 
     def config(self, given: dict[str, Any], threads: int) -> dict[str, Any]:
-        """Return the operator's configuration with the features of this row.
+        """Return the operator's configuration with the features of this combination.
 
         Args:
             threads: torch threads of each rank.
@@ -88,7 +88,7 @@ class Mixture:
 
     @property
     def marks(self) -> dict[str, object]:
-        """Return the row's cells in the columns of the features."""
+        """Return the values of the row in the table's columns for features."""
         return {
             "ranks": self.ranks,
             "radix": _mark(self.radix),
@@ -134,7 +134,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all rows and print the table.
+    """Measure all combinations of features and print a table with a row for each.
 
     Returns:
         Exit status 0 if every row ran or was refused; 1 if one failed; 2 if the options are
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def mixtures(ranks: Iterable[int], steps: int) -> list[Mixture]:
-    """Return every combination for each number of ranks, starting with no features."""
+    """Return every combination of features for each number of ranks, starting with no features."""
     switches = list(itertools.product((False, True), repeat=4))
     return [
         Mixture(count, radix, steps if nextn else 0, ep, dp)
@@ -179,7 +179,7 @@ def measure(
     args: argparse.Namespace,
     given: dict[str, Any],
 ) -> tuple[dict[str, Any], list[list[int]] | None]:
-    """Measure the row ``mixture`` with the operator's configuration ``given``.
+    """Measure the combination ``mixture`` with the operator's configuration ``given``.
 
     Returns:
         (the row's figures, the tokens of each answer), or (the reason why it did not run, None).
@@ -242,7 +242,7 @@ def _measure_questions(
 
 
 def _times(rounds: list[list[QueryAnswer]]) -> dict[str, Any]:
-    """Return the median times of all rounds, and the decode rate of each round."""
+    """Return a row's figures: median times of all rounds, and the decode rate of each round."""
     rates = [
         sum(len(one.tokens) - 1 for one in answers) / sum(one.last - one.first for one in answers)
         for answers in rounds
@@ -278,9 +278,9 @@ def _answer(llm: LLM, question: str, most: int) -> QueryAnswer:
 
 
 def _drafts(llm: LLM) -> tuple[int, int]:
-    """Return the numbers of tokens drafted and accepted so far.
+    """Return (number of tokens drafted, number accepted) since the engine started.
 
-    NOTE: the control is sent first because its answer brings the statistics up to date.
+    NOTE: a control is sent first because its reply brings the statistics up to date.
     """
     llm.control("info")
     stats = llm.stats
@@ -296,7 +296,7 @@ def one_line(row: dict[str, Any]) -> str:
 def _conditions(args: argparse.Namespace) -> dict[str, Any]:
     """Return the conditions of the measurement for the record.
 
-    They are the machine, versions and the command's options.
+    The conditions are the machine, versions and the command's options.
     """
     import torch
 

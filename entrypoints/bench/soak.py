@@ -90,7 +90,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the soak and print its result.
+    """Run an engine under mixed load for the given time and print the results of the checks.
 
     Returns:
         Exit status 0 if all checks held; 1 if one failed; 2 if the engine did not start.
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Soak:
-    """Load on one engine, and the checks; ``failures`` lists the failed ones in words."""
+    """A long run of mixed load on one engine, with checks; ``failures`` lists the failed checks."""
 
     def __init__(
         self, llm: LLM, args: argparse.Namespace, conditions: Mapping[str, Any] | None = None
@@ -168,7 +168,7 @@ class Soak:
             self.failures.append(f"{type(error).__name__}: {error}")
 
     def _load_until(self, loaded: float) -> bool:
-        """Run requests up to ``loaded`` seconds of load; return False if a hold began earlier."""
+        """Run requests up to ``loaded`` seconds of load; return False if a hold cut them short."""
         began = time.monotonic()
         deadline = began + loaded - self.loaded
         held = False
@@ -196,9 +196,9 @@ class Soak:
         return self.args.hold is not None and self.args.hold.exists()
 
     def _hold(self) -> None:
-        """Wait until the file of ``--hold`` is gone.
+        """Pause the run for as long as the file named by ``--hold`` exists.
 
-        Meanwhile the result file has ``holding``.
+        Meanwhile the result file has the key ``holding``.
         """
         began = time.monotonic()
         if self._hold_requested():
@@ -223,7 +223,7 @@ class Soak:
         self._running[stream] = wanted
 
     def _poll(self) -> None:
-        """Receive one frame of deltas, and abort the requests that are due."""
+        """Receive one frame of deltas, and abort requests that have reached ``abort_after``."""
         for stream, delta in self.llm.poll():
             wanted = self._running.get(stream)
             if wanted is None:
@@ -273,7 +273,7 @@ class Soak:
         self._hold()
 
     def _repeat_questions(self) -> None:
-        """Repeat the questions and count the answers that differ from the first ones."""
+        """Repeat the questions and count the answers that differ from those of the first time."""
         from glowplug.core.step.request import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
@@ -304,7 +304,7 @@ class Soak:
         return found
 
     def not_held(self, finished: bool) -> list[str]:
-        """Return the failed checks; ``--expect-full`` is checked only at the end."""
+        """Describe the failed checks; ``--expect-full`` is checked only if ``finished``."""
         found = list(self.failures)
         for name, value in growth(self.samples).items():
             most = self.args.host_growth_mib if name == "host" else self.args.device_growth_mib

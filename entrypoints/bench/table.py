@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> list[Record]:
-    """Read the records of a JSON-lines file, or the results of a document, by concurrency.
+    """Read the records of a JSON-lines file, or of a JSON document, ordered by concurrency.
 
     Raises:
         ValueError: the file has no record.
@@ -115,11 +115,11 @@ def _lines(path: Path, text: bytes) -> list[Any]:
 def by_columns(
     path: Path, records: list[Record], requested: Sequence[str] | None
 ) -> dict[tuple[str, ...], list[Record]]:
-    """Group records by the columns to show.
+    """Group records by the columns of the table that shows them.
 
     Raises:
         ValueError: a record has none of the known columns; with ``requested``: no record has any
-            of these.
+            of the requested columns.
     """
     if requested:
         if all(set(cells(record, requested)) == {"-"} for record in records):
@@ -154,7 +154,7 @@ def cells(record: Record, columns: Sequence[str]) -> list[object]:
 def changes(
     before: list[Record], after: list[Record], columns: Sequence[str]
 ) -> list[list[object]]:
-    """Return one row for each concurrency or batch shape that both files have."""
+    """Return the changes in percent, a row for each concurrency or batch shape in both files."""
     second = {_point(record): record for record in after}
     rows = []
     for record in before:

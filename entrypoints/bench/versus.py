@@ -101,7 +101,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the comparison.
+    """Measure this engine and others in turns and write the tables.
 
     Returns:
         Exit status 0; 1 if an engine failed (the tables lack it); 2 if the comparison cannot begin.
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _comparison(args: argparse.Namespace) -> Comparison:
-    """Return the comparison that the command line describes.
+    """Return the comparison that the options describe, not yet started.
 
     Raises:
         GlowplugError: the model cannot be read.

@@ -14,7 +14,7 @@ ALIASES = {"v2lite": "deepseek-v2-lite", "v3": "deepseek-v3", "v3slice": "deepse
 
 
 def model_config(name: str, plugins: PluginSet) -> dict[str, Any]:
-    """Return config.json of a shipped shape ("v2lite", "v3", "tiny-v3") or of a model.
+    """Return the config.json of a model, or of a shape shipped here ("v2lite", "v3", "tiny-v3").
 
     Raises:
         FactsError: there is no such model.
@@ -27,10 +27,11 @@ def model_config(name: str, plugins: PluginSet) -> dict[str, Any]:
 
 
 def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int]]:
-    """Cut a model to one layer of each kind.
+    """Cut a model's configuration to one layer of each kind.
 
     Returns:
-        The configuration, and for each layer the number of layers of the whole model it represents.
+        (configuration of the cut model, number of layers of the whole model by layer of the cut
+            model that represents them).
     """
     layers = int(config["num_hidden_layers"])
     dense = int(config.get("first_k_dense_replace") or 0)
@@ -43,10 +44,10 @@ def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int
 
 
 def write_cut(config: Mapping[str, Any], folder: Path) -> dict[int, int]:
-    """Write config.json of a model cut to one layer of each kind to ``folder``.
+    """Write a config.json to ``folder`` in which the model is cut to one layer of each kind.
 
     Returns:
-        For each layer the number of layers of the whole model that it represents.
+        The number of layers of the whole model by layer of the cut model that represents them.
     """
     cut, times = cut_config(config)
     (folder / "config.json").write_text(json.dumps(cut))

@@ -30,7 +30,7 @@ NEXTN_ALONE = "ForCausalLMNextN"
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """The location of a stored tensor: bytes ``start`` to ``stop`` of ``file``."""
+    """The location of a checkpoint's tensor to export: bytes ``start`` to ``stop`` of ``file``."""
 
     file: Path
     start: int
@@ -40,7 +40,7 @@ class ExportedTensor:
 
 
 def export(facts: ModelFacts, output: Path, *, force: bool = False) -> tuple[int, int]:
-    """Write the first next-token layer of ``facts.path`` to the folder ``output``.
+    """Write the first next-token layer of a checkpoint to a folder, as a draft model.
 
     Args:
         facts: facts of the checkpoint.
@@ -75,10 +75,10 @@ def export(facts: ModelFacts, output: Path, *, force: bool = False) -> tuple[int
 
 
 def _layer_tensors(model: Path, facts: ModelFacts) -> dict[str, ExportedTensor]:
-    """Return the layer's tensors by their new names.
+    """Return the tensors of the first next-token layer by their names in the export.
 
     Raises:
-        FactsError: the checkpoint has no next-token layer beside a model.
+        FactsError: the checkpoint has no next-token layer, or is itself an exported one.
     """
     if facts.architecture.endswith(NEXTN_ALONE):
         raise FactsError(
@@ -113,7 +113,7 @@ def _check_output(model: Path, output: Path, force: bool) -> None:
 
 
 def _put(made: Path, output: Path, old: Path) -> None:
-    """Move ``made`` to ``output``; an existing folder there is moved to ``old``."""
+    """Move the folder ``made`` to ``output``, after moving an existing ``output`` to ``old``."""
     if output.exists():
         os.rename(output, old)
     try:
@@ -149,11 +149,11 @@ def _write(
 
 
 def draft_config(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return config.json of the draft: one MoE layer, quantised like the checkpoint's.
+    """Return config.json of the draft model: one MoE layer, quantised like the checkpoint's.
 
     Args:
         config: config.json of the checkpoint.
-        layers: number of the checkpoint's layers without next-token layers.
+        layers: number of the checkpoint's layers, not counting next-token layers.
     """
     own = dict(config)
     own["architectures"] = [
@@ -172,7 +172,10 @@ def draft_config(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _unquantised_modules(modules: list[str], layers: int) -> Iterator[str]:
-    """Yield the unquantised modules of the next-token layer, renamed, and those outside layers."""
+    """Yield the draft's unquantised modules: the next-token layer's, renamed, and those outside.
+
+    Modules outside layers keep their names. Those of all other layers are left out.
+    """
     for module in modules:
         number = next_token_layer(f"{module}.", layers)
         if number == 0:

@@ -26,7 +26,7 @@ FP8 = {
 
 
 def shapes() -> dict[str, Path]:
-    """Return the config.json files of the shipped shapes, by name."""
+    """Return the config.json files of the model shapes that are shipped here, by name."""
     folder = Path(__file__).absolute().parents[2] / "models" / "shapes"
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the checkpoint; return 0, or 2 with the reason on standard error."""
+    """Write a checkpoint of random weights; return 0, or 2 with the reason on standard error."""
     if args.checkpoint_command is None:
         return without_command("glowplug checkpoint", COMMANDS)
     try:
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return config.json with the options applied.
+    """Return the config.json that the options name, with their changes applied.
 
     Raises:
         GlowplugError: the file or an option is invalid.

@@ -46,7 +46,7 @@ def write_random(
         tokenizer: "bytes", "none" or a folder to copy the tokenizer from.
 
     Returns:
-        The bytes of the weights.
+        The number of bytes of the weights.
 
     Raises:
         GlowplugError: ``out`` is not empty, the disk is full or the tokenizer does not fit.
@@ -80,9 +80,9 @@ def _check_space(out: Path, needed: int) -> None:
 
 
 def _plan(config: dict[str, Any], seed: int, plugins: PluginSet) -> EnginePlan:
-    """Return a plan for the config alone, on a machine with unlimited memory.
+    """Return a plan for the model of ``config`` on an imaginary machine with unlimited memory.
 
-    Nothing of the plan is ever allocated.
+    The plan only lists the weights; none of its memory is ever allocated.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -95,7 +95,7 @@ def _plan(config: dict[str, Any], seed: int, plugins: PluginSet) -> EnginePlan:
 
 
 def weight_targets(plan: EnginePlan, plugins: PluginSet) -> Iterator[WeightTarget]:
-    """Yield every tensor of a published checkpoint, NextN layers included, in order."""
+    """Yield every tensor of the plan's model, NextN layers included, in a checkpoint's order."""
     worker = Worker(device="meta", dtype=getattr(torch, plan.dtype))
 
     facts = _with_nextn(plan.facts.model)
@@ -108,7 +108,7 @@ def weight_targets(plan: EnginePlan, plugins: PluginSet) -> Iterator[WeightTarge
 
 
 def _with_nextn(facts: ModelFacts) -> ModelFacts:
-    """Add the copies of embedding and head that NextN layers have in published checkpoints."""
+    """Return ``facts`` with the copies of embedding and head that published NextN layers have."""
     shared = (
         f"model.layers.{facts.num_layers + number}.{name}.weight"
         for number in range(facts.nextn_layers)
@@ -142,7 +142,7 @@ def _divide_into_shards(
 
 
 def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSource) -> int:
-    """Write the weight files and, for several files, the index; return the bytes of the weights."""
+    """Write the weight files and, for several files, the index; return the bytes of all weights."""
     weight_map: dict[str, str] = {}
     total = 0
     progress = tqdm(
@@ -167,7 +167,7 @@ def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSou
 
 
 def _file_name(number: int, count: int) -> str:
-    """Return the published form of the name of weight file ``number``, from 1, of ``count``."""
+    """Return the name that weight file ``number`` (from 1) of ``count`` has in checkpoints."""
     if count == 1:
         return "model.safetensors"
     return f"model-{number:05d}-of-{count:05d}.safetensors"

@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, the answers and their speed; return the exit code."""
+    """Answer the given prompts; print the plan, answers and their speed; return the exit code."""
     from glowplug.entrypoints.front.llm import LLM
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)

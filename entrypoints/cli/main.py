@@ -20,7 +20,7 @@ from glowplug.entrypoints.cli.usage import command_list
 
 @dataclass(frozen=True)
 class Command:
-    """A sub-command.
+    """A sub-command of ``glowplug``.
 
     Attributes:
         module: dotted name of a module with ``configure(parser)`` and ``run(args) -> exit code``.
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """Return the list of commands."""
+    """Return the usage text with the list of commands."""
     return command_list("glowplug", {name: command.help for name, command in COMMANDS.items()})
 
 
@@ -120,7 +120,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def _plugin_command(name: str, words: Sequence[str]) -> int:
-    """Run a command that a plugin added with ``extend_cli``.
+    """Run a command that a plugin added by its hook ``extend_cli``, and return its exit code.
 
     The plugin's parser sets ``run`` to a function of the parsed options.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def run_workers(labels: Sequence[str], gpus: int, seconds: float, ray: bool) -> None:
-    """Run this command once per GPU, each run with its share of the tables.
+    """Run this process's ``tune`` command once per GPU, each time for a share of the tables.
 
     Args:
         labels: labels of the tables to tune.
@@ -37,7 +37,7 @@ def run_workers(labels: Sequence[str], gpus: int, seconds: float, ray: bool) -> 
 
 
 def _cards(count: int) -> list[str]:
-    """Return the first ``count`` visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the names of the first ``count`` visible GPUs for CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cards = visible.split(",") if visible else [str(number) for number in range(count)]
     if len(cards) < count:
@@ -48,7 +48,7 @@ def _cards(count: int) -> list[str]:
 
 
 def _command(labels: list[str], seconds: float) -> list[str]:
-    """Return this process' command line, limited to one GPU and these tables.
+    """Return this process's command line, limited to one GPU and the tables ``labels``.
 
     The appended options override earlier ones: the last value of an option counts.
     """
@@ -86,7 +86,7 @@ def _by_ray(commands: list[list[str]]) -> None:
 
 
 def _task(command: list[str]) -> dict[str, str]:
-    """Run one command; return the text of each table it reports, by path."""
+    """Run one command; return the text of each table that the command has written, by path."""
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     paths = {
         line.split(" in ", 1)[1].split(", missing")[0]

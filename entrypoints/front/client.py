@@ -39,7 +39,7 @@ HEARTBEAT_LIMIT = 10.0  #: seconds without a frame after which the engine is unh
 
 
 class _Mailbox:
-    """A queue of one sequence's deltas, with one consumer. ``put`` never blocks.
+    """A queue of the output deltas of one sequence, with one consumer. ``put`` never blocks.
 
     Args:
         interval: tokens per delta after the first one; smaller deltas are merged. 1: deltas are
@@ -80,7 +80,7 @@ class _Mailbox:
 
     @property
     def ready(self) -> bool:
-        """True if ``get`` returns at once."""
+        """True if ``get`` would return without waiting."""
         return len(self._items) > self._open
 
     async def get(self) -> Delta:
@@ -96,7 +96,7 @@ class _Mailbox:
 
 
 class EngineClient:
-    """The engine's client on an event loop. Call ``start`` before ``generate``.
+    """The asyncio client of an engine. Call ``start`` before ``generate``.
 
     It is not thread-safe: all of its methods run on the loop.
 
@@ -129,7 +129,10 @@ class EngineClient:
     # ---- life ------------------------------------------------------------------------------------
 
     async def start(self, make: Callable[[], Executor]) -> None:
-        """Call ``make`` in a thread to load the model and start the executor, and begin to serve.
+        """Start the executor and begin to serve.
+
+        Args:
+            make: loads the model and starts the executor; called in a thread.
 
         Raises:
             EngineDead, PlanRefused: ``make`` failed.
@@ -153,7 +156,7 @@ class EngineClient:
         self._pump.start()
 
     async def drain(self, timeout: float) -> bool:
-        """Refuse new work and wait until running sequences end.
+        """Refuse new sequences and wait until the running ones end.
 
         Returns:
             False if some still run after ``timeout`` seconds.
@@ -180,7 +183,7 @@ class EngineClient:
         return self.reason
 
     def healthy(self) -> bool:
-        """Return whether the engine starts, or sent a frame in the last HEARTBEAT_LIMIT seconds."""
+        """Return whether the engine is starting, or sent messages in the last HEARTBEAT_LIMIT s."""
         if self.state == "starting":
             return True
         return (
@@ -192,7 +195,7 @@ class EngineClient:
         return self._front.stats
 
     def group_stats(self) -> list[Stats]:
-        """Return the latest statistics of each data-parallel group, ordered by number."""
+        """Return the latest statistics of each data-parallel group, ordered by group number."""
         return [stats for _, stats in sorted(self._front.groups.items())]
 
     @property
@@ -203,7 +206,7 @@ class EngineClient:
     # ---- requests --------------------------------------------------------------------------------
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> CheckedRequest:
-        """Check a request before its sequences are started.
+        """Check a prompt and its parameters, and return the request for ``generate``.
 
         Args:
             prompt_ids: token ids of the prompt.
@@ -217,7 +220,7 @@ class EngineClient:
     async def generate(
         self, request: CheckedRequest, *, request_id: str, admission: Admission = DEFAULT_ADMISSION
     ) -> AsyncIterator[Delta]:
-        """Yield the deltas of one sequence. The last one has ``finish_reason``.
+        """Run one sequence and yield its output deltas; the last one has ``finish_reason``.
 
         Args:
             request: the prompt and its parameters.
@@ -250,7 +253,7 @@ class EngineClient:
             self._forget(request_id, stream)
 
     def _forget(self, request_id: str, stream: Stream) -> None:
-        """Remove a sequence, and abort it if it still runs."""
+        """Remove a sequence from the client's tables; abort the sequence if it still runs."""
         self._mail.pop(stream.id, None)
         group = self._requests[request_id]
         if stream in group:
@@ -277,7 +280,7 @@ class EngineClient:
             self._send(Abort(live))
 
     async def control(self, action: str, **args: Any) -> dict[str, Any]:
-        """Send a control to the engine and return the data of its reply.
+        """Send a control (a command besides requests) to the engine and return the reply's data.
 
         Args:
             action: "flush", "info", "check", "memory", "profile_start" or "profile_stop"; see
@@ -302,7 +305,7 @@ class EngineClient:
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _send(self, message: Inbound) -> None:
-        """Queue a message. The messages of one loop iteration are sent as one frame."""
+        """Queue a message to the engine; messages of one loop iteration are sent as one frame."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
@@ -314,7 +317,10 @@ class EngineClient:
             self._executor.submit(encode(outgoing))
 
     def _pump_frames(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Pass frames to the loop until the engine ends. It runs in the pump thread."""
+        """Pass the engine's frames to the event loop until the engine ends.
+
+        The method runs in a thread of its own.
+        """
         assert self._executor is not None
         try:
             while not self._stopping.is_set():
@@ -328,7 +334,7 @@ class EngineClient:
             return  # the loop is closed: the server has ended
 
     def _dispatch(self, messages: list[Outbound]) -> None:
-        """Deliver the messages of a frame."""
+        """Deliver the messages of a frame to the sequences and controls that wait for them."""
         received = self._front.receive(messages)
         for stream, delta in received.deltas:
             mail = self._mail.get(stream.id)

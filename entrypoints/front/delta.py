@@ -24,7 +24,7 @@ class Times(NamedTuple):
 
 @dataclass(slots=True)
 class Delta:
-    """The output of one sequence in one step. The last one has ``finish_reason``.
+    """New output of one sequence, from one step or several. The last delta has ``finish_reason``.
 
     Attributes:
         text: new text, without stop strings; incomplete UTF-8 is held back.
@@ -56,7 +56,7 @@ class Delta:
     more: bool = False
 
     def merge(self, later: Delta) -> None:
-        """Add the sequence's next delta to this one."""
+        """Add ``later``, the sequence's next delta, to this one."""
         self.text += later.text
         self.token_ids.extend(later.token_ids)
         if self.logprobs is None:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return the loop factory for ``asyncio.Runner``; None: asyncio's default."""
+    """Return uvloop's event loop factory for ``asyncio.Runner``; None without uvloop."""
     try:
         import uvloop
     except ImportError:

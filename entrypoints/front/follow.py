@@ -25,7 +25,7 @@ DRAIN_MARGIN_SECONDS = 10.0  #: time added to the drain limit of host 0
 
 
 def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
-    """Run this host's ranks until the engine ends.
+    """Run the ranks of a host that runs no front (not host 0) until the engine ends.
 
     After a signal, host 0 is expected to drain and to end the engine on every host. A second
     signal exits at once.
@@ -57,9 +57,13 @@ def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
 
 
 def _supervise(executor: Executor, drain: float) -> None:
-    """Wait for the end of the engine, which the executor reports by an exception.
+    """Wait for the end of the engine, which the executor reports by raising an exception.
 
-    Return without one if a signal came and host 0 did not end the engine within its drain limit.
+    Return normally if a signal came and host 0 did not end the engine within the drain limit.
+
+    Args:
+        executor: the started executor of this host.
+        drain: drain limit in seconds.
     """
     signals: list[float] = []
 

@@ -82,28 +82,30 @@ class Stream:
     prompt_logprobs: Logprobs | None = None
 
     def count(self, tokens: int, now: float) -> None:
-        """Add ``tokens`` new tokens, received at the time ``now``, to the sequence's counts."""
+        """Add ``tokens``, the number of tokens received at the time ``now``, to the counts."""
         self.output_tokens += tokens
         self.last = now
         if self.first is None:
             self.first = now
 
     def times(self) -> Times:
-        """Return the times of the phases so far."""
+        """Return the seconds that the sequence has spent in each phase so far."""
         decode = None if self.first is None else self.last - self.first
         return Times(self.queued, self.prefill, decode)
 
 
 @dataclass(slots=True)
 class Received:
-    """The contents of one frame: deltas with their streams, and replies to controls."""
+    """The processed contents of one frame: deltas with their streams, and replies to controls."""
 
     deltas: list[tuple[Stream, Delta]] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
 
 
 class Front:
-    """The front's bookkeeping. It is not thread-safe.
+    """The bookkeeping of all sequences of an engine. It is not thread-safe.
+
+    Requests become messages to the engine, and the engine's messages become deltas with text.
 
     Args:
         plan: the engine's plan.
@@ -257,7 +259,7 @@ class Front:
                     )
 
     def abandon(self, streams: list[Stream]) -> Abort | None:
-        """Forget sequences that have no reader any more.
+        """Remove sequences whose output is no longer read.
 
         Returns:
             The message that aborts them in the engine; None if none of them runs.
@@ -274,7 +276,7 @@ class Front:
     # ---- engine output ---------------------------------------------------------------------------
 
     def receive(self, messages: list[Outbound]) -> Received:
-        """Process the messages of one frame."""
+        """Process the engine's messages of one frame; return their deltas and replies."""
         self.last_received = time.monotonic()
         received = Received()
         for message in messages:
@@ -306,7 +308,7 @@ class Front:
                 received.deltas.append((stream, self._delta(stream, [], None, finished)))
 
     def _note_progress(self, output: StepOutput) -> None:
-        """Store the statistics, admissions and prompt log-probabilities of one engine step."""
+        """Store what a step reports besides tokens: statistics, admissions, prompt logprobs."""
         if output.stats is not None:
             self.groups[output.stats.group] = output.stats
             self.stats = total(self.groups.values())
@@ -323,7 +325,7 @@ class Front:
             self._prompt_scores(id, scores)
 
     def _prompt_scores(self, id: int, scores: Logprobs) -> None:
-        """Add log-probabilities of a part of the prompt of sequence ``id``."""
+        """Append log-probabilities of further prompt tokens to those of sequence ``id``."""
         stream = self.streams.get(id)
         if stream is None:
             return
@@ -335,7 +337,7 @@ class Front:
     def _delta(
         self, stream: Stream, tokens: list[int], logprobs: Logprobs | None, end: Finished | None
     ) -> Delta:
-        """Return the delta for a sequence's new tokens and for its end.
+        """Return the delta with a sequence's new tokens and, if the sequence ended, its end.
 
         ``end``: the engine's report of the end; None while the sequence runs.
         """

@@ -17,10 +17,10 @@ Message = dict[str, Any]
 
 
 def prompts(given: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    """Convert one prompt or several to a list of texts and lists of token ids.
+    """Convert one prompt or several to a list, in which each prompt is a text or token ids.
 
     Raises:
-        RequestError: ``given`` is something else.
+        RequestError: ``given`` is neither a prompt nor a sequence of prompts.
     """
     if isinstance(given, str) or _is_ids(given):
         return [prompt(given)]
@@ -28,10 +28,10 @@ def prompts(given: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
 
 
 def prompt(given: Any) -> str | list[int]:
-    """Convert token ids to a list of int, or return a text unchanged.
+    """Return a prompt as ``given`` if it is a text, else its token ids as a list of int.
 
     Raises:
-        RequestError: ``given`` is something else.
+        RequestError: ``given`` is neither a text nor token ids.
     """
     if isinstance(given, str):
         return given
@@ -52,7 +52,7 @@ def prompt(given: Any) -> str | list[int]:
 
 
 def is_prompt(given: Any) -> bool:
-    """Return whether ``given`` is a text or token ids, and not a conversation."""
+    """Return whether ``given`` is a prompt (a text or token ids), not a conversation."""
     return isinstance(given, str) or _is_ids(given)
 
 

@@ -54,7 +54,8 @@ class Completion:
             requested.
         cached_tokens: prompt tokens found in the prefix cache.
         error: message if ``finish_reason`` is "error".
-        choices: all ``n`` completions of the prompt, this one first; [] for the others.
+        choices: all ``n`` completions of the prompt, this one first. Only the first completion of a
+            prompt has the list; the others have [].
     """
 
     prompt_token_ids: list[int]
@@ -70,7 +71,7 @@ class Completion:
     choices: list[Completion] = field(default_factory=list, repr=False)
 
     def take(self, delta: Delta) -> None:
-        """Add a delta of the sequence."""
+        """Add the sequence's next delta to the completion."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.cached_tokens = delta.cached_tokens
@@ -87,7 +88,7 @@ class Completion:
 
 
 class LLM:
-    """An engine in this process (executor ``inline`` unless configured otherwise).
+    """An engine for generating without a server, by default in this process (executor ``inline``).
 
     Args:
         model: a folder, a file that a plugin can read, or "embedded".
@@ -126,7 +127,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Generate completions.
+        """Generate completions of one prompt or several.
 
         Args:
             prompts: texts or lists of token ids, or a single one.
@@ -171,7 +172,7 @@ class LLM:
         params: SamplingParams | None = None,
         **template: Any,
     ) -> Iterator[Delta]:
-        """Yield the deltas of one sequence. Closing the iterator aborts the sequence."""
+        """Run one sequence and yield its output deltas; closing the iterator aborts it."""
         given: Any = prompt
         ids = (
             self._ids(inputs.prompt(given))
@@ -190,7 +191,7 @@ class LLM:
             self._abandon([stream])
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Stream:
-        """Start one sequence and return at once. ``poll`` returns its deltas.
+        """Start one sequence and return at once; ``poll`` returns its deltas.
 
         ``params.n`` is ignored.
         """
@@ -198,7 +199,7 @@ class LLM:
         return self._submit(self._front.check(ids, inputs.params_for(params, 1)[0]))
 
     def poll(self) -> list[StreamDelta]:
-        """Return new deltas of submitted sequences, from at most one engine step.
+        """Wait for new deltas of submitted sequences and return those of at most one engine step.
 
         The result is [] after a second without deltas.
         """
@@ -216,7 +217,7 @@ class LLM:
         self._abandon(list(streams))
 
     def control(self, action: str, **args: Any) -> dict[str, Any]:
-        """Send a control to the engine and return the data of its reply.
+        """Send a control (a command besides requests) to the engine and return the reply's data.
 
         Args:
             action: "flush", "info", "check", "memory", "profile_start" or "profile_stop"; see
@@ -287,7 +288,7 @@ class LLM:
         return stream
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
-        """Run all prompts and return their completions.
+        """Run all prompts to the end and return their completions, in order.
 
         The engine gets no more sequences than it can run and queue; the others are kept here.
         """
@@ -311,7 +312,7 @@ class LLM:
         return results
 
     def _take_all(self, box: list[StreamDelta], running: dict[Stream, Completion]) -> None:
-        """Add deltas to the completions of their sequences, and empty ``box``.
+        """Add the deltas in ``box`` to the completions of their sequences, and empty ``box``.
 
         Ended sequences are removed from ``running``.
         """
@@ -322,7 +323,7 @@ class LLM:
         box.clear()
 
     def _receive_frame(self) -> list[Reply]:
-        """Receive one frame, store its deltas and return its replies."""
+        """Receive a frame from the engine, store its deltas and return its replies to controls."""
         self._check_open()
         frame = self._executor.outputs(1.0)
         if not frame:
@@ -336,7 +337,7 @@ class LLM:
         return received.replies
 
     def _abandon(self, streams: list[Stream]) -> None:
-        """Forget sequences, and abort those that still run."""
+        """Remove sequences whose output is no longer wanted, and abort those that still run."""
         for stream in streams:
             self._boxes.pop(stream, None)
         message: Abort | None = self._front.abandon(streams)
@@ -347,9 +348,9 @@ class LLM:
 def _choices(
     first: Completion, request: CheckedRequest
 ) -> Iterator[tuple[Completion, CheckedRequest]]:
-    """Yield the ``n`` choices of a prompt, and add each to ``first.choices``.
+    """Yield (empty completion, request) for each of a prompt's ``n`` choices.
 
-    A given seed is incremented for each choice.
+    Each completion is added to ``first.choices``. A given seed is incremented for each choice.
 
     Args:
         first: completion of the first choice.

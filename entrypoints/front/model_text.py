@@ -66,7 +66,7 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
 
 
 def _check_template(tokenizer: Tokenizer) -> None:
-    """Render one message to check the template.
+    """Check that the chat template can render a message.
 
     Raises:
         PlanRefused: rendering failed, other than by the template's own refusal of the conversation.
@@ -85,8 +85,8 @@ def _check_template(tokenizer: Tokenizer) -> None:
 def eos_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the token ids that end a sequence.
 
-    They are the tokenizer's, which include those of generation_config.json, or without any those of
-    config.json.
+    The ids come from the tokenizer, which includes those of generation_config.json. If the
+    tokenizer has none, they come from config.json.
 
     Raises:
         PlanRefused: config.json has an invalid ``eos_token_id``.

@@ -21,7 +21,7 @@ def make_executor(plan: EnginePlan, plugins: PluginSet) -> Executor:
 def start_executor(
     plan: EnginePlan, plugins: PluginSet, executor: Executor | None = None
 ) -> Executor:
-    """Start the plan's executor and wait until every rank is ready.
+    """Start the plan's executor, wait until every rank is ready and return the executor.
 
     Args:
         plan: the engine's plan.
@@ -48,7 +48,7 @@ def start_executor(
 
 
 def _started(executor: Executor, plan: EnginePlan) -> Executor:
-    """Start the executor and return it. It is stopped if that fails."""
+    """Start the executor and return it; stop it if the start fails."""
     try:
         executor.start(plan)
     except BaseException:

@@ -33,7 +33,7 @@ def create_app(
     parsers: Sequence[OutputParserFactory] = (),
     plugins: Any = None,
 ) -> FastAPI:
-    """Create the server's app.
+    """Create the FastAPI app of the server with all routes, authentication and limits.
 
     Args:
         plan: the engine's plan.
@@ -72,7 +72,7 @@ def create_app(
 
 
 def _add_routes(app: FastAPI) -> None:
-    """Add the server's own routes."""
+    """Add the server's own routes, as opposed to those of plugins."""
     for route in ROUTES:
         for method in route.methods:
             app.add_api_route(

@@ -28,7 +28,7 @@ PROMPT_BYTES_PER_TOKEN = 16  #: default limit on prompt bytes, per token of the 
 
 @dataclass
 class Context:
-    """The objects that routes share.
+    """The objects that all routes of the server share.
 
     Attributes:
         plan: the engine's plan.
@@ -125,16 +125,13 @@ class Context:
 
 
 def _base_name(model: str) -> str:
-    """Return the last part of a model's path.
-
-    A hub id such as "org/name" is returned unchanged.
-    """
+    """Return the last part of a model's path; a hub id such as "org/name" is returned unchanged."""
     path = PurePath(model)
     return path.name if path.is_absolute() or model.startswith(".") else model
 
 
 async def get_context(request: Request) -> Context:
-    """Return the app's context.
+    """Return the context of the app that received ``request``.
 
     NOTE: it is a coroutine because FastAPI runs other dependencies in a thread.
     """

@@ -123,7 +123,7 @@ def from_exception(error: Exception) -> Response:
 
 
 def from_delta(delta: Delta) -> RequestError | None:
-    """Return the error that a sequence's last delta reports; None after a regular end."""
+    """Return the error that a sequence's last delta reports; None if the delta has no error."""
     if delta.finish_reason == "timeout":
         return RequestError("the request ran out of time", code="request_timeout", status=504)
     if delta.finish_reason != "error":
@@ -137,7 +137,7 @@ def from_delta(delta: Delta) -> RequestError | None:
 
 
 def from_validation(errors: list[Any]) -> RequestError:
-    """Return an error with one of the problems that pydantic found and the name of its field.
+    """Return an error that reports one of the problems pydantic found in a body, and its field.
 
     The problem is the first, unless a union failed: pydantic then reports an error for each of its
     members. An error of a member whose type matched is preferred, then one inside a field of an
@@ -169,7 +169,10 @@ def from_validation(errors: list[Any]) -> RequestError:
 
 
 def _in_field_of_union_member(loc: tuple[Any, ...]) -> bool:
-    """Return whether ``loc`` is a field of a union's member, rather than the member itself."""
+    """Return whether the error location ``loc`` is a field inside a member of a union.
+
+    Otherwise ``loc`` is the member itself, or no union is on the way to it.
+    """
     member = next(
         (place for place, part in enumerate(loc) if _is_union_member(str(part))), len(loc)
     )
@@ -177,10 +180,10 @@ def _in_field_of_union_member(loc: tuple[Any, ...]) -> bool:
 
 
 def _union_members_at(loc: tuple[Any, ...], errors: list[Any]) -> list[str]:
-    """Return the members of the union in which ``loc`` ends, in order.
+    """Return the names of all members of the union at which the error location ``loc`` ends.
 
-    They are read from the errors at the same location or below it. The result is [] if ``loc`` does
-    not end in a union.
+    pydantic reports an error for each member: their names are collected, in order, from the errors
+    at the same location or below it. The result is [] if ``loc`` does not end in a union.
     """
     if not _is_union_member(str(loc[-1])):
         return []
@@ -206,7 +209,7 @@ def _type_in_words(member: str, many: bool = False) -> str:
 
 
 def _is_union_member(part: str) -> bool:
-    """Return whether a part of an error's location is the name of a union's member.
+    """Return whether a part of an error's location is the name of a union's member, not a field.
 
     pydantic adds such names to locations: "str", "list[int]", "NativeSampling".
     """
@@ -215,14 +218,14 @@ def _is_union_member(part: str) -> bool:
 
 
 def _record_failure(request: Request, error: Exception) -> None:
-    """Record the error in the request's log record."""
+    """Store the reason of a failed request in the request's log record."""
     record: RequestRecord | None = request.scope.get(RECORD)
     if record is not None:
         record.fail(error)
 
 
 async def _on_deliberate(request: Request, error: Exception) -> Response:
-    """Answer a RequestError or EngineDead."""
+    """Record a RequestError or EngineDead in the request's log record, and return its response."""
     answer = from_exception(error)
     _record_failure(request, error)
     request.app.state.context.metrics.rejected.inc(labels=(str(answer.status_code),))
@@ -230,13 +233,13 @@ async def _on_deliberate(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:
-    """Answer a body that pydantic refuses."""
+    """Return the response to a request whose body pydantic refuses."""
     assert isinstance(error, RequestValidationError | ValidationError)
     return await _on_deliberate(request, from_validation(list(error.errors())))
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
-    """Answer a request without a route, or with a method that its route does not have."""
+    """Return the response to a request for an unknown route or an unsupported method."""
     assert isinstance(error, HTTPException)
     _record_failure(request, RequestError(str(error.detail)))
     message = {
@@ -247,13 +250,13 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
-    """Answer any other exception, without details."""
+    """Return the response to any other exception, without details."""
     headers = {"X-Request-Id": str(request.scope.get("glowplug.request_id", ""))}
     return error_response("internal error", 500, code="internal_error", headers=headers)
 
 
 def install(app: FastAPI) -> None:
-    """Install the handlers of all exceptions. No response has status 422."""
+    """Install handlers for all exceptions in ``app``; no response then has FastAPI's status 422."""
     app.add_exception_handler(RequestError, _on_deliberate)
     app.add_exception_handler(EngineDead, _on_deliberate)
     app.add_exception_handler(RequestValidationError, _on_validation)

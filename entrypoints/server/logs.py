@@ -34,7 +34,10 @@ def printable(text: str) -> str:
 
 
 class OneLine(logging.Formatter):
-    """The human format: ``INFO 11-21 02:00:00 [name] message``, with unprintable text escaped."""
+    """Log formatter for people: ``INFO 11-21 02:00:00 [name] message``.
+
+    Unprintable text is escaped.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
@@ -43,7 +46,7 @@ class OneLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """The JSON format: one object per line.
+    """Log formatter for programs: one JSON object per record, on one line.
 
     If the logged object has a method ``fields``, its result replaces the field "message".
     """
@@ -75,9 +78,9 @@ def set_up_logging(options: LogOptions) -> None:
 
 
 def _is_not_invalid_http(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's record of an invalid HTTP request.
+    """Return False for uvicorn's record of an invalid HTTP request, True for other records.
 
-    The request log has a line for it.
+    As a log filter this drops the record: the request log has a line for the same request.
     """
     return record.getMessage() != "Invalid HTTP request received."
 
@@ -93,13 +96,13 @@ def _running_by_group(groups: list[Stats]) -> str:
 
 
 def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
-    """Return the statistics line for the time between two snapshots.
+    """Return the log line with the engine's speed and load between two snapshots.
 
     Tokens per second are rates over busy time, in which steps ran, so idle time does not lower
     them.
 
     Args:
-        last, now: statistics at the beginning and at the end.
+        last, now: statistics at the first snapshot and at the second.
         groups: latest statistics of each data-parallel group.
 
     Returns:
@@ -120,7 +123,7 @@ def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
 
 
 async def stats_lines(client: EngineClient, options: LogOptions) -> None:
-    """Log a line every ``log.stats_interval`` seconds if tokens were processed in that time."""
+    """Log the statistics every ``log.stats_interval`` seconds if tokens were processed since."""
     if not options.stats_interval:
         return
     last = client.stats()

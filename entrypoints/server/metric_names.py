@@ -116,12 +116,12 @@ def _pool_usage(stats: Stats) -> float:
 
 
 def hit_rate(stats: Stats) -> float:
-    """Return the share of the looked-up prompt tokens found in the prefix cache, since start."""
+    """Return the share of the prompt tokens looked up since start that the prefix cache had."""
     return stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens)
 
 
 def per_busy_second(tokens: int, busy: float) -> float:
-    """Return tokens per second of ``busy``, the seconds in which steps ran; 0.0 if none ran."""
+    """Return tokens per second of ``busy``, the seconds in which steps ran; 0.0 for 0 seconds."""
     return tokens / busy if busy else 0.0
 
 

@@ -84,9 +84,9 @@ class Histogram:
 
 
 class EngineSeries:
-    """A gauge or counter kept by the engine.
+    """A gauge or counter whose value comes from the engine's statistics.
 
-    At each scrape ``value`` is computed from the engine's latest statistics.
+    At each scrape ``value`` computes the sample from the latest statistics.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class EngineSeries:
 class GroupSeries:
     """A gauge with one value for each data-parallel group, labelled with the group's number.
 
-    It has no samples with a single group.
+    With a single group the gauge has no samples.
     """
 
     kind = "gauge"
@@ -250,7 +250,7 @@ class Metrics:
         return self._options.enabled
 
     def phases(self, times: Times) -> None:
-        """Add the times of the phases that a sequence has completed to their histograms."""
+        """Add the time of each phase that a sequence has reached to the phase's histogram."""
         if times.queue is not None:
             self._queue.observe(times.queue)
         if times.prefill is not None and times.decode is not None:

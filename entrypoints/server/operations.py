@@ -63,7 +63,7 @@ async def health_generate(context: Server) -> Response:
 
 
 async def _generate_token(context: Context) -> None:
-    """Generate one token at the highest priority."""
+    """Generate one token at the highest priority, to check that the engine works."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     first = Admission(priority=-(1 << 20))
     job = Job("health", [context.client.check([0], params)], first)
@@ -123,7 +123,7 @@ async def server_info(context: Server) -> Response:
 
 
 def _plan_info(plan: EnginePlan) -> dict[str, Any]:
-    """Return the plan for clients, without secrets and paths."""
+    """Return the plan in the form that clients may see, without secrets and paths."""
     sizes = plan.sizes
     return {
         "dtype": plan.dtype,
@@ -154,7 +154,7 @@ def _plan_info(plan: EnginePlan) -> dict[str, Any]:
 
 
 async def _engine_info(context: Context) -> dict[str, Any]:
-    """Return the reply to the control "info"; {} while ranks load or without a reply in time."""
+    """Return the engine's reply to the control "info"; {} while ranks load or if no reply comes."""
     if context.client.state not in ("ready", "draining"):
         return {}
     try:
@@ -165,7 +165,7 @@ async def _engine_info(context: Context) -> dict[str, Any]:
 
 
 def _without_secrets(field: str, value: Any) -> Any:
-    """Return a decision's value for clients, with keys and absolute paths hidden."""
+    """Return a decision's value for clients, with API keys and absolute paths hidden."""
     if value is None or isinstance(value, int | float | bool):
         return value
     text = str(value)

@@ -75,7 +75,7 @@ class RequestRecord:
     left: bool = False
 
     def begin(self, job: str, prompt_tokens: int) -> None:
-        """Record that the request was accepted. ``job``: the id of its sequences."""
+        """Record that the request was accepted. ``job``: the id given to its sequences."""
         self.generates = True
         self.job = job if job != self.id else ""
         self.prompt_tokens = prompt_tokens
@@ -87,11 +87,11 @@ class RequestRecord:
             self.status = CLIENT_CLOSED
 
     def end_sequence(self, prompt: int, last: Delta) -> None:
-        """Add the counts of a sequence from its last delta, finished or not.
+        """Add the token counts and finish reason of a sequence, which may have been cut short.
 
         Args:
             prompt: index of the sequence's prompt.
-            last: the last delta that was received.
+            last: the last delta that was received; its counts are the sequence's.
         """
         self.output_tokens += last.output_tokens
         self.cached[prompt] = max(self.cached.get(prompt, 0), last.cached_tokens)
@@ -99,9 +99,9 @@ class RequestRecord:
             self.finish[last.finish_reason] = None
 
     def fail(self, error: Exception) -> None:
-        """Record the reason of a failure.
+        """Record the reason for the request's failure.
 
-        It is the code and message of a RequestError, and only the type of an unexpected error.
+        The reason is the code and message of a RequestError, or only the type of another error.
         """
         if isinstance(error, EngineDead):
             self.code = "engine_dead"
@@ -179,13 +179,13 @@ class RequestRecord:
         ]
 
     def _end(self) -> list[str]:
-        """Return the finish reasons, and "stream" for a stream, for the human format."""
+        """Return the finish reasons, and "stream" for a streamed response, for the human format."""
         finish = f"finish={','.join(self.finish) or '-'}"
         return [finish, "stream"] if self.streamed else [finish]
 
 
 class RequestLog:
-    """The writer of request records. ``enabled``: option ``log.requests``."""
+    """The writer of request records to the log. ``enabled``: option ``log.requests``."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled

@@ -41,7 +41,7 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class HttpRoute:
-    """One route.
+    """One route of the server, with its description for ``/openapi.json``.
 
     Attributes:
         path, methods: path and HTTP methods.
@@ -65,7 +65,7 @@ class HttpRoute:
     poll: bool = False
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
-        """Return FastAPI's ``responses``: the regular one and every error."""
+        """Return FastAPI's argument ``responses``: the models of regular and error responses."""
         good: dict[str, Any] = {"description": "The answer."}
         if self.answer is not None:
             good["model"] = self.answer
@@ -84,7 +84,7 @@ class HttpRoute:
         }
 
     def request(self) -> dict[str, Any] | None:
-        """Return the request body's part of ``/openapi.json``; None without a body."""
+        """Return the entry for the request body in ``/openapi.json``; None without a body."""
         if self.body is None:
             return None
         reference = {"$ref": f"#/components/schemas/{self.body.__name__}"}

@@ -48,7 +48,7 @@ KEEP_ALIVE_SECONDS = 75  #: time after which an idle connection is closed
 
 
 def main(plan: EnginePlan, plugins: PluginSet) -> int:
-    """Serve until a signal or a failure.
+    """Run the engine and serve HTTP until a signal or a failure.
 
     A host that contributes only ranks runs no HTTP server: see ``follow``.
 
@@ -117,7 +117,7 @@ def serve_until_done(
 ) -> int:
     """Call :func:`run` in a new event loop and return its exit code.
 
-    The process is ended here if ``make`` is still loading when the server ends.
+    If ``make`` is still loading when the server ends, this function ends the process.
     """
     loading = threading.Event()
 
@@ -144,7 +144,7 @@ def serve_until_done(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
+    """Return a TCP socket that listens at ``host`` and ``port``.
 
     Raises:
         OSError: the port is in use, or the address is not one of this machine.
@@ -209,7 +209,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """One run of the HTTP server with one engine: start, signals, failure of the engine, drain."""
+    """One run of the HTTP server and its engine: start, signals, failure of the engine, drain."""
 
     def __init__(self, app: Any, context: Context, listener: socket.socket) -> None:
         self._context = context
@@ -246,7 +246,7 @@ class HttpServer:
     async def _supervise(
         self, http: asyncio.Task[None], make: Callable[[], Executor] | None
     ) -> int:
-        """Wait for a signal or for the engine to die, and return the exit code."""
+        """Start the engine, wait for a signal or the engine's end, and return the exit code."""
         host, port = self._listener.getsockname()[:2]
         logger.info("listening on http://%s:%d (not ready yet)", host, port)
         starting = asyncio.create_task(self._start(make))
@@ -268,7 +268,7 @@ class HttpServer:
         return self._failed
 
     async def _start(self, make: Callable[[], Executor] | None) -> None:
-        """Start the engine.
+        """Start the engine by ``make``; None: the client is already started.
 
         NOTE: a failure sets the client's state to dead with the reason, which ends ``_supervise``.
         """
@@ -309,7 +309,10 @@ class HttpServer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT within the context. Only the main thread can."""
+        """Handle SIGTERM and SIGINT by ``stop`` within the context.
+
+        Only the main thread can handle signals; in other threads nothing is changed.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -29,10 +29,10 @@ COPIED_ELEMENTS_MAX = 1 << 26
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that a call has to move to or from memory and to compute.
+    """The least memory traffic and computation that a kernel call needs.
 
     Attributes:
-        moved: bytes in addition to those of the call's arguments and results.
+        moved: bytes to read or write besides the call's arguments and results.
         flops: floating-point operations.
     """
 
@@ -45,7 +45,7 @@ Costing = Callable[[tuple[Any, ...]], Cost]
 
 @dataclass(eq=False)
 class Call:
-    """One recorded call.
+    """One recorded call of a component's kernel.
 
     Attributes:
         slot: slot whose component is called.
@@ -132,7 +132,7 @@ class CallRecorder:
         result: Any,
         cost: Cost,
     ) -> None:
-        """Record a call with the bytes and operations that it has to move and compute."""
+        """Record a call with the least bytes it has to move and operations it has to compute."""
         inputs = _tensors(args)
         outputs = _tensors((result,))
         new = [
@@ -227,11 +227,11 @@ class RecordedAttention:
         return self._recorder.wrap("attention", name, found, self._cost)
 
     def _token_bytes(self) -> int:
-        """Return the number of bytes of one token in the cache of one layer."""
+        """Return the number of bytes that one token takes in the KV cache of one layer."""
         return sum(entry.token_bytes for entry in self._backend.kv_layout().entries)
 
     def _cost(self, args: tuple[Any, ...]) -> Cost:
-        """Return the least cost of an attention call: reads of cached keys, and operations."""
+        """Return the least cost of an attention call: bytes of cached keys read, and operations."""
         layer = args[-1]
         batch = self._recorder.batch
         plan = self._recorder.plan
@@ -295,9 +295,6 @@ def _rows(x: Any) -> int:
 
 
 def _role(name: str) -> str:
-    """Return a module's path without the prefix of its layer.
-
-    Other layers have modules of the same name.
-    """
+    """Return a module's path within its layer, which is the same in every layer."""
     parts = name.split(".")
     return ".".join(parts[3:]) if parts[:2] == ["model", "layers"] and len(parts) > 3 else name

@@ -28,14 +28,14 @@ COLUMNS = (
 def call_row(
     call: Call, step: str, provider: str, spent: float, rates: tuple[float, float]
 ) -> dict[str, Any]:
-    """Return the row of the tables that shows one measured call.
+    """Return the table row of one measured call.
 
     Args:
         call: the call.
         step: name of the step.
         provider: name of the provider.
         spent: seconds that the call took.
-        rates: (bytes, operations) per second that the device reaches; 0 if unknown.
+        rates: (bytes, operations) per second that the device reaches; 0: unknown.
     """
     bandwidth, matrix_rate = rates
     floor = max(
@@ -61,7 +61,7 @@ def call_row(
 
 
 def difference(out: Any, reference: Any) -> float | None:
-    """Return the relative distance of a provider's result from that of the plan's choice.
+    """Return the relative difference between a provider's result and that of the plan's choice.
 
     Returns:
         ``|out - reference| / |reference|``; None if there is no result of the same shape to compare
@@ -75,7 +75,7 @@ def difference(out: Any, reference: Any) -> float | None:
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    """Return the tables as text: one for each step, with the providers of a call below one another.
+    """Return the rows as text: a table for each step, in which a call's providers are adjacent.
 
     The heading of a table gives the total time of the providers that the plan chose.
     """
@@ -91,7 +91,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the sort key of a row: calls in the order of slots and layers, the fastest first."""
+    """Return a row's sort key: by slot, layer and kernel, then the fastest provider first."""
     layer = -1 if row["layer"] is None else row["layer"]
     return SLOTS.index(row["slot"]), layer, row["kernel"], row["shapes"], row["us"]
 

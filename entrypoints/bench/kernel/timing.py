@@ -17,7 +17,7 @@ HOST_RUNS = 5  #: fewest repetitions of a call on the CPU
 
 
 def seconds(call: Callable[[], Any], device: str) -> tuple[float, bool]:
-    """Measure one call.
+    """Measure the time of one call.
 
     On a GPU, ten calls are replayed from a CUDA graph, each after a write that flushes the cache;
     the time of the same graph without the calls is subtracted. Launch costs of the host therefore
@@ -38,7 +38,7 @@ def seconds(call: Callable[[], Any], device: str) -> tuple[float, bool]:
 
 
 def _host(call: Callable[[], Any]) -> float:
-    """Return the median seconds of a call on the host."""
+    """Return the median seconds of a call that computes on the host."""
     spent: list[float] = []
     with torch.inference_mode():
         call()
@@ -72,7 +72,7 @@ def _graph(body: Callable[[], Any], stream: Any) -> torch.cuda.CUDAGraph:
 
 
 def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    """Return the median seconds of a replay."""
+    """Return the median seconds of one replay of ``graph``."""
     graph.replay()
     return statistics.median(_timed(graph.replay) for _ in range(REPLAYS))
 

@@ -43,7 +43,10 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True)
 class KernelStepShape:
-    """A step of ``rows`` sequences with ``context`` tokens, which computes the last ``queries``."""
+    """The shape of a step: ``rows`` sequences of ``context`` tokens each.
+
+    The step computes the last ``queries`` tokens of each sequence.
+    """
 
     rows: int
     context: int
@@ -59,7 +62,7 @@ class KernelStepShape:
 class NoiseSource:
     """``WeightSource`` that returns slices of one random buffer on the device.
 
-    It fills billions of weights within seconds.
+    Reusing the buffer fills billions of weights within seconds.
     """
 
     def __init__(self, device: str, dtype: torch.dtype, seed: int) -> None:
@@ -100,7 +103,7 @@ class NoiseSource:
 class KernelWorld:
     """The components of one rank, built around a cut model.
 
-    ``calls(shape)`` runs one step and returns the calls to the components of the slots.
+    ``calls(shape)`` runs one step and returns the recorded calls to these components.
     """
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet) -> None:
@@ -132,7 +135,7 @@ class KernelWorld:
             part.reserve(limits)
 
     def calls(self, shape: KernelStepShape) -> list[Call]:
-        """Return every call of one step, in order, after a warm-up step."""
+        """Return every recorded call of one step, in order, after a warm-up step."""
         batch = step_batch(self.plan, self.worker.device, shape)
         self._fill_cache(batch)
         ones = np.ones(1, np.int32)
@@ -159,9 +162,9 @@ class KernelWorld:
         sample(logits, batch.row_ids, batch.kv_lens_device.long())
 
     def _fill_cache(self, batch: Batch) -> None:
-        """Fill the KV cache with the same numbers, whatever its layout.
+        """Fill the KV cache with random numbers, which are the same for every KV layout.
 
-        Each token has one row of numbers, which is split over the columns of the cache's entries.
+        Each token has one row of numbers, which is split over the tensors of the layout.
         """
         page = self.plan.sizes.page_size
         for layer in self.pool.layers:
@@ -187,7 +190,7 @@ class KernelWorld:
 
 
 def step_batch(plan: EnginePlan, device: str, shape: KernelStepShape) -> Batch:
-    """Return a complete batch whose rows have consecutive pages of the pool."""
+    """Return a batch of the given shape, each row of which has consecutive pages of the KV pool."""
     page = plan.sizes.page_size
     pages_per_row = -(-shape.context // page)
     pages = np.arange(1, shape.rows * pages_per_row + 1, dtype=np.int32).reshape(
@@ -239,7 +242,7 @@ def _with_recorders(context: BuildContext, recorder: CallRecorder) -> BuildConte
 
 
 def _record_layers(module: Module, recorder: CallRecorder) -> None:
-    """Record the gates below ``module`` as calls of their own, and track the running layer."""
+    """Record the calls of the MoE gates in ``module``, and the layer in which each call is made."""
     for child in module.children():
         if isinstance(child, Gate):
             child.forward = recorder.wrap("ops", "gate", child.forward)  # type: ignore[method-assign]
@@ -249,7 +252,7 @@ def _record_layers(module: Module, recorder: CallRecorder) -> None:
 
 
 def _tracked_forward(layer: DecoderLayer, recorder: CallRecorder) -> Callable[..., Any]:
-    """Return the layer's ``forward``, setting ``recorder.layer`` while it runs."""
+    """Return a wrapper of the layer's ``forward`` that sets ``recorder.layer`` while it runs."""
     original = layer.forward
     number = layer.attention.index
 

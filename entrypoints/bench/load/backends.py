@@ -72,7 +72,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Request:
-    """Settings that all requests of a run have in common."""
+    """Settings that are the same for all requests of a benchmark run."""
 
     model: str
     temperature: float = 0.0
@@ -86,7 +86,7 @@ Read = Callable[[Payload, Outcome], bool]
 
 
 def _completion(prompt: BenchPrompt, request: Request) -> Payload:
-    """Return the body for OpenAI's ``/v1/completions``."""
+    """Return the request body for OpenAI's ``/v1/completions``."""
     return {
         "model": request.model,
         "prompt": prompt.text if prompt.ids is None else prompt.ids,
@@ -106,7 +106,7 @@ def _chat(prompt: BenchPrompt, request: Request) -> Payload:
 
 
 def _generate(prompt: BenchPrompt, request: Request) -> Payload:
-    """Return the body for SGLang's ``/generate``."""
+    """Return the request body for SGLang's ``/generate``."""
     source = {"text": prompt.text} if prompt.ids is None else {"input_ids": prompt.ids}
     sampling = {
         "temperature": request.temperature,
@@ -124,7 +124,7 @@ def _usage(event: Payload, outcome: Outcome) -> None:
 
 
 def _read_completion(event: Payload, outcome: Outcome) -> bool:
-    """Add an event of ``/v1/completions``; return whether it has a token."""
+    """Add an event of ``/v1/completions`` to ``outcome``; return whether it adds a token."""
     _usage(event, outcome)
     choices = event.get("choices")
     if not choices:
@@ -137,7 +137,7 @@ def _read_completion(event: Payload, outcome: Outcome) -> bool:
 
 
 def _read_chat(event: Payload, outcome: Outcome) -> bool:
-    """Add an event of ``/v1/chat/completions``; return whether it has text."""
+    """Add an event of ``/v1/chat/completions`` to ``outcome``; return whether it adds text."""
     _usage(event, outcome)
     choices = event.get("choices")
     if not choices:
@@ -151,7 +151,7 @@ def _read_chat(event: Payload, outcome: Outcome) -> bool:
 
 
 def _read_generate(event: Payload, outcome: Outcome) -> bool:
-    """Add an event of ``/generate``; return whether it has text."""
+    """Add an event of ``/generate`` to ``outcome``; return whether it adds text."""
     meta = event.get("meta_info") or {}
     before = outcome.output_tokens
     outcome.output_tokens = meta.get("completion_tokens", before)
@@ -162,7 +162,7 @@ def _read_generate(event: Payload, outcome: Outcome) -> bool:
 
 @dataclass(frozen=True)
 class Backend:
-    """One kind of server and route.
+    """The request and response format of one kind of server and route.
 
     Attributes:
         path: the route.
@@ -195,7 +195,7 @@ BACKENDS = {
 
 @dataclass
 class RawAnswer:
-    """A finished exchange whose answer has not been parsed yet.
+    """The unparsed answer to one request, complete or failed.
 
     Attributes:
         prompt_tokens: prompt length in tokens.
@@ -219,7 +219,7 @@ class RawAnswer:
 async def send_prompt(
     target: ServerTarget, backend: Backend, prompt: BenchPrompt, request: Request
 ) -> RawAnswer:
-    """Send one prompt and receive its whole stream.
+    """Send one prompt and receive the whole stream that answers it.
 
     A failure of the server raises nothing; it is described in ``RawAnswer.error``.
     """
@@ -235,7 +235,7 @@ async def send_prompt(
 
 
 def outcome_of(raw: RawAnswer, backend: Backend) -> Outcome:
-    """Parse the answer of an exchange.
+    """Parse a received answer and return the outcome of its request.
 
     A failure of the server raises nothing; it is described in ``Outcome.error``.
     """

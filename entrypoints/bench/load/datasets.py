@@ -88,7 +88,7 @@ def custom_prompts(
 
 
 def _record(line: bytes, number: int, path: Path) -> tuple[str, int]:
-    """Return (prompt, output tokens or 0) of one line.
+    """Return (prompt, number of output tokens) of one line; 0 tokens: the line does not say.
 
     ``number``: number of the line, for errors.
     """
@@ -104,7 +104,7 @@ def _record(line: bytes, number: int, path: Path) -> tuple[str, int]:
 def word_decoder(seed: int) -> Decode:
     """Return a decoder that writes one short common word for each id.
 
-    The text has about as many tokens as there were ids. The decoder serves when the server's
+    The text has about as many tokens as there were ids. The decoder is used when the server's
     tokenizer is not available.
     """
     words = (

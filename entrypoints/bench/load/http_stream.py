@@ -44,7 +44,7 @@ class ServerTarget:
         return parts.hostname, parts.port or (443 if secure else 80), secure, parts.path.rstrip("/")
 
     def request(self, method: str, path: str, payload: object = None) -> bytes:
-        """Return the bytes of the request."""
+        """Return the bytes of an HTTP request to this server, with ``payload`` as JSON."""
         host, port, _, prefix = self.address()
         body = b"" if payload is None else orjson.dumps(payload)
         lines = [
@@ -61,7 +61,7 @@ class ServerTarget:
 
 @dataclass
 class StreamedAnswer:
-    """Status, lower-case headers, and the body's pieces as they arrived, without chunk framing."""
+    """A parsed answer: status, lower-case headers, and the body's pieces without chunk framing."""
 
     status: int
     headers: dict[str, str]
@@ -140,7 +140,7 @@ class _Collector(asyncio.Protocol):
 
 
 def _is_whole(pieces: Sequence[Piece]) -> bool:
-    """Return True if the last chunk of a chunked answer has arrived.
+    """Return whether the last chunk of a chunked answer has arrived, so that it is complete.
 
     The bytes of a last chunk may also occur within a body, so the answer is parsed.
     """
@@ -178,7 +178,7 @@ def read_answer(pieces: Sequence[Piece]) -> StreamedAnswer:
 
 
 def _split_head(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:
-    """Return the head, and the pieces after it."""
+    """Return (head of the answer, pieces of its body)."""
     head = b""
     for index, (at, piece) in enumerate(pieces):
         head += piece

@@ -56,7 +56,7 @@ def gaps(load: Load, count: int) -> list[float]:
 
 
 async def _departures(load: Load, prompts: Sequence[BenchPrompt]) -> AsyncIterator[BenchPrompt]:
-    """Yield each prompt at the time at which it has to be sent."""
+    """Yield each prompt when it is time to send it."""
     due = time.perf_counter()
     for gap, prompt in zip(gaps(load, len(prompts)), prompts):
         due += gap
@@ -85,8 +85,7 @@ async def drive(
         finished: called after each answer.
 
     Returns:
-        (outcomes in the order of the prompts, seconds from the first request to the end of the
-            last).
+        (outcomes in the order of the prompts, seconds from the first request to the last answer).
     """
     gate: AbstractAsyncContextManager[object] = (
         asyncio.Semaphore(load.concurrency) if load.concurrency else nullcontext()
@@ -109,9 +108,9 @@ async def drive(
 
 
 class _Answers:
-    """Answers by the index of their prompt.
+    """The answers of a run by the index of their prompt.
 
-    They are parsed at the end of the run, or earlier when their bytes exceed ``UNREAD_BYTES_MAX``.
+    Answers are parsed at the end, or earlier when their bytes exceed ``UNREAD_BYTES_MAX``.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -138,7 +137,10 @@ class _Answers:
 
 
 def progress(total: int, enabled: bool) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return (advance by one request, close): a progress bar on a terminal, else no-ops."""
+    """Return the two functions of a progress bar: one advances it by a request, one closes it.
+
+    Both do nothing unless ``enabled`` is true and standard error is a terminal.
+    """
     if not (enabled and sys.stderr.isatty()):
         return (lambda: None), (lambda: None)
     from tqdm import tqdm

@@ -43,7 +43,7 @@ def summarize(values: Sequence[float], name: str, percentiles: Sequence[float]) 
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """Parse ``["ttft:200", "tpot:50"]`` into milliseconds by metric.
+    """Parse the limits of goodput, ``["ttft:200", "tpot:50"]``, into milliseconds by metric.
 
     Raises:
         ValueError: unknown metric or bad number.
@@ -104,7 +104,7 @@ def measure(
     percentiles: Sequence[float] = (90, 95, 99),
     goodput: dict[str, float] | None = None,
 ) -> Record:
-    """Return the measured part of a run's record.
+    """Return the metrics of a run: request counts, throughputs and latencies.
 
     Failed requests count only in ``failed``.
     """
@@ -137,7 +137,7 @@ def measure(
 
 
 def with_aliases(record: Record) -> Record:
-    """Add SGLang's names for the same values and return the record."""
+    """Return ``record`` with its values also under the names that SGLang gives them."""
     record["total_throughput"] = record["total_token_throughput"]
     for key in [key for key in record if key.endswith("_e2el_ms")]:
         record[key.replace("_e2el_ms", "_e2e_latency_ms")] = record[key]
@@ -147,7 +147,7 @@ def with_aliases(record: Record) -> Record:
 
 
 def details(outcomes: Sequence[Outcome]) -> Record:
-    """Return the lists of per-request values for ``--output-details``. Times in seconds."""
+    """Return the values of each request for ``--output-details``; times are in seconds."""
     return {
         "input_lens": [o.prompt_tokens for o in outcomes],
         "output_lens": [o.output_tokens for o in outcomes],

@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _server(group: Any) -> None:
-    """Add the options of the server and its route."""
+    """Add the command-line options that describe the server and its route."""
     group.add_argument(
         "--backend",
         "--endpoint-type",
@@ -59,7 +59,7 @@ def _server(group: Any) -> None:
 
 
 def _dataset(group: Any) -> None:
-    """Add the options of the prompts."""
+    """Add the command-line options that choose the prompts."""
     group.add_argument(
         "--dataset-name",
         choices=("random", "custom", "sharegpt"),
@@ -109,7 +109,7 @@ def _dataset(group: Any) -> None:
 
 
 def _load(group: Any) -> None:
-    """Add the options of the load."""
+    """Add the command-line options that set the request rate and the concurrency."""
     group.add_argument(
         "--max-concurrency",
         type=int,
@@ -149,7 +149,7 @@ def _load(group: Any) -> None:
 
 
 def _output(group: Any) -> None:
-    """Add the options of the results."""
+    """Add the command-line options that choose the printed and saved results."""
     group.add_argument("--output-file", help="append one JSON line per run")
     group.add_argument(
         "--output-details",
@@ -181,7 +181,7 @@ def _output(group: Any) -> None:
 
 
 def _metrics(text: str) -> tuple[str, ...]:
-    """Parse the value of ``--percentile-metrics``."""
+    """Parse the value of ``--percentile-metrics`` into the names of metrics."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in METRICS]
     if unknown:

@@ -10,11 +10,11 @@ WARM_UP_SHARE = 1 / 3  #: share of the pauses after which memory must stay level
 
 @dataclass
 class Sample:
-    """The state of the engine in one pause. Times in seconds, memory in bytes.
+    """The engine's memory in one pause of the soak run; times in seconds, memory in bytes.
 
     Attributes:
         seconds: time since the start.
-        loaded: part of that time under load.
+        loaded: time under load since the start, pauses left out.
         host: resident set of this process.
         device_held: memory of tensors.
         device_claimed: memory reserved by torch's allocator.
@@ -34,7 +34,7 @@ class Sample:
 
 
 def judged_kinds(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """Return the fields of ``Sample`` that must not grow.
+    """Return the names of the fields of ``Sample`` that must not grow during a soak run.
 
     Device memory is that of this process if every sample has it, else that of all processes.
     """
@@ -43,9 +43,10 @@ def judged_kinds(samples: Sequence[Sample]) -> tuple[str, ...]:
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the growth of each judged kind of memory in MiB; {} for fewer than three samples.
+    """Return the growth in MiB of each kind in ``judged_kinds``; {} for fewer than three samples.
 
-    It is the difference between the first sample after warm-up and the largest of the last third.
+    The growth is the difference between the first sample after warm-up and the largest of the last
+    third.
     """
     if len(samples) < 3:
         return {}
@@ -58,7 +59,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def device_scope(samples: Sequence[Sample], missing: str) -> str:
-    """Return the scope of the judged device memory in words: this process or the whole device.
+    """Return in words whose device memory is checked for growth: this process's or the device's.
 
     Args:
         samples: the samples so far.

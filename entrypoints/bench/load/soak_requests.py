@@ -16,7 +16,7 @@ CONTEXT_MIN = 8  #: shortest context in tokens in which lengths can be mixed
 
 @dataclass
 class WantedRequest:
-    """One request and what is expected of it.
+    """One request of a soak run with the expected reaction of the engine.
 
     Attributes:
         prompt: token ids.
@@ -34,7 +34,7 @@ class WantedRequest:
 
 
 class RequestMix:
-    """Random source of requests that ``plan``'s engine can serve, and a few that it cannot."""
+    """Source of random requests: most fit ``plan``'s engine, a few are too long for it."""
 
     def __init__(
         self, rng: random.Random, plan: EnginePlan, abort_share: float, shared_share: float
@@ -88,9 +88,9 @@ class RequestMix:
         return prefix + self._ids(length - len(prefix))
 
     def _sampled(self, tokens: int) -> SamplingParams:
-        """Return random sampling parameters for ``tokens`` tokens.
+        """Return random sampling parameters that generate at most ``tokens`` tokens.
 
-        They are greedy, seeded, or with top-p, top-k, penalties, logprobs or stop tokens.
+        The sampling is greedy, seeded, or with top-p, top-k, penalties, logprobs or stop tokens.
         """
         rng = self._rng
         kind = rng.choice(

@@ -72,7 +72,7 @@ class Comparison:
     # ---- static batches --------------------------------------------------------------------------
 
     def static(self) -> None:
-        """Measure static batches on every engine and write the result."""
+        """Measure static batches on every engine and write the results."""
         files = {}
         starts = []
         for name in self._engines:
@@ -90,7 +90,7 @@ class Comparison:
         self._write("static", self._in_turns("static", starts, measure), files[OURS])
 
     def _static_run(self, result: Path) -> StaticRun:
-        """Return the static batches to measure. ``result``: file for the results."""
+        """Return the static batches that every engine measures. ``result``: file for results."""
         args = self._args
         return StaticRun(
             model=args.model,
@@ -105,7 +105,7 @@ class Comparison:
     # ---- serving ---------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Measure a server of every engine under load and write the result."""
+        """Measure a server of every engine under load and write the results."""
         load = self._own_load()
         files = {name: self._folder / f"serving-{name}.jsonl" for name in self._engines}
         ports = {name: free_port() for name in self._engines}
@@ -124,7 +124,7 @@ class Comparison:
         self._write("serving", found, files[OURS], beside, runs)
 
     def _own_load(self) -> OwnLoad:
-        """Return the requests for the servers; by default four times the concurrency."""
+        """Return the load on the servers, by default 4 requests for each unit of concurrency."""
         args = self._args
         return OwnLoad(
             input_len=args.input_len,
@@ -170,7 +170,7 @@ class Comparison:
     def _start(
         self, engine: PeerEngine, kind: str, words: list[str], loaded: Loaded
     ) -> Callable[[], MeasuredProgram]:
-        """Return a function that starts an engine's run; record the command.
+        """Record the command of an engine's run and return a function that starts the run.
 
         Args:
             engine: the engine.
@@ -195,7 +195,7 @@ class Comparison:
         starts: Sequence[Callable[[], MeasuredProgram]],
         measure: Callable[[MeasuredProgram], peers.Points],
     ) -> dict[str, peers.Points]:
-        """Start and measure the engines in turns.
+        """Start the engines and measure one at a time.
 
         Args:
             kind: "static" or "serving".
@@ -214,9 +214,11 @@ class Comparison:
 
     @contextmanager
     def _recorded(self, kind: str, name: str) -> Iterator[None]:
-        """Record and print an error of the engine ``name``, so that the others still run.
+        """Record and print an error raised in this context, so that the other engines still run.
 
-        ``kind``: "static" or "serving".
+        Args:
+            kind: "static" or "serving".
+            name: the engine that runs in the context.
         """
         try:
             yield
@@ -237,7 +239,7 @@ class Comparison:
         beside: peers.Tables | None = None,
         runs: Mapping[str, object] | None = None,
     ) -> None:
-        """Print the tables, and write them and the record.
+        """Print the tables of results, and write them and the record to files.
 
         Args:
             kind: "static" or "serving".
@@ -266,7 +268,8 @@ class Comparison:
     def _conditions(self, kind: str, engines: Sequence[str], ours: Path) -> dict[str, object]:
         """Return the conditions of the measurement for the record.
 
-        They are the machine, versions and commands of the engines, and the order of the runs.
+        The conditions are the machine, the engines' versions and commands, and the order of the
+        runs.
         """
         order = (
             "all loaded at once, then each measured while the others were suspended: "

@@ -19,8 +19,8 @@ PACKAGES = ("torch", "triton", "sglang-kernel", "flashinfer-python", "sgl-deep-g
 def conditions(device: str) -> dict[str, Any]:
     """Return the conditions under which this process measures, for a record.
 
-    They are the command, the date, the versions of glowplug, Python and installed packages, and the
-    card.
+    The conditions are the command, the date, the versions of glowplug, Python and installed
+    packages, and the card.
 
     Args:
         device: "cpu" or "cuda".
@@ -39,9 +39,10 @@ def conditions(device: str) -> dict[str, Any]:
 
 
 def conditions_apart() -> dict[str, Any]:
-    """Return the conditions without creating a CUDA context in this process.
+    """Return the conditions, cards included, without creating a CUDA context in this process.
 
-    A process that does not use the card itself, while others measure on it, calls this function.
+    Processes that start others to measure on the cards, and do not use the cards themselves, call
+    this function instead of ``conditions``.
     """
     from glowplug.core.facts.machine import cuda_devices
 

@@ -13,7 +13,7 @@ from glowplug.entrypoints.cli.flags.command_line import read_command_line
 
 
 def engine_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the configuration as ``LLM(**config)`` takes it.
+    """Return the engine's configuration from the options, as keywords of ``LLM``.
 
     Raises:
         ConfigError: an option could not be read, or does not apply to a benchmark.

@@ -47,14 +47,14 @@ class StepBytes:
         return self.fixed + self.experts + self.kv
 
     def seconds(self, bandwidth: float) -> float:
-        """Return the time of the reads at ``bandwidth`` bytes per second."""
+        """Return the seconds that the reads take at ``bandwidth`` bytes per second."""
         return self.total / bandwidth
 
 
 def step_bytes(
     model: ModelFacts, batch: int, context: int, *, element: float = 2, kv_element: float = 2
 ) -> StepBytes:
-    """Return the bytes of a decode step of ``batch`` sequences of ``context`` tokens.
+    """Return the bytes that a decode step of ``batch`` sequences of ``context`` tokens reads.
 
     Args:
         element: bytes of an unquantized weight. Weights in FP8 blocks count with their own width;
@@ -93,12 +93,12 @@ class PrefillWork:
     fp8: bool
 
     def seconds(self, rates: tuple[float, float]) -> float:
-        """Return the time at ``rates``: operations per second in (bfloat16, FP8)."""
+        """Return the seconds of the work at ``rates``: operations per second in (bfloat16, FP8)."""
         return self.linear / rates[self.fp8] + self.wide / rates[0]
 
 
 def prefill_work(model: ModelFacts, prompts: int, length: int) -> PrefillWork:
-    """Return the work of a prefill of ``prompts`` prompts of ``length`` tokens.
+    """Return the operations of a prefill of ``prompts`` prompts of ``length`` tokens each.
 
     Attention is causal, MLA is not absorbed, and only each prompt's last token has logits.
     """
@@ -141,13 +141,13 @@ class Card:
     rates: tuple[float, float]
 
     def decode(self, model: ModelFacts, batch: int, context: int) -> float:
-        """Return the seconds of one decode step, with weights and cache in their usual widths."""
+        """Return the least seconds of one decode step, with weights and cache in usual widths."""
         return step_bytes(model, batch, context).seconds(self.bandwidth)
 
     def prefill(self, model: ModelFacts, prompts: int, length: int) -> float:
-        """Return the seconds of a prefill.
+        """Return the least seconds of a prefill of ``prompts`` prompts of ``length`` tokens each.
 
-        Its read of the weights includes every expert that the tokens are expected to pick.
+        The time to read the weights covers the experts that the tokens are expected to choose.
         """
         read = step_bytes(model, prompts * length, 0).seconds(self.bandwidth)
         return max(prefill_work(model, prompts, length).seconds(self.rates), read)
@@ -155,10 +155,11 @@ class Card:
     def served(
         self, model: ModelFacts, concurrency: int, prompt: int, output: int
     ) -> dict[str, float]:
-        """Return the floors, the least times of a closed loop, under the keys of ``bench serving``.
+        """Return the floors (best possible values) of a server's metrics at one concurrency.
 
-        The model of the load: ``concurrency`` prompts arrive at once and are prefilled one after
-        another. Then all decode together, half-way through their outputs on average.
+        The keys are those of ``bench serving``. The model of the load: ``concurrency`` prompts
+        arrive at once and are prefilled one after another. Then all decode together, half-way
+        through their outputs on average.
         """
         prompts = self.prefill(model, concurrency, prompt)
         step = self.decode(model, concurrency, prompt + output // 2)
@@ -197,13 +198,13 @@ def measured_card(name: str) -> Card:
 
 
 def distinct_experts(model: ModelFacts, tokens: int) -> float:
-    """Return the expected number of a layer's experts that ``tokens`` tokens pick."""
+    """Return the expected number of distinct experts that ``tokens`` tokens choose in a layer."""
     total = model.n_routed_experts
     return total * (1 - (1 - model.sizes.experts_per_token / total) ** tokens)
 
 
 def weight_bytes(model: ModelFacts, element: float) -> float:
-    """Return the bytes of one weight of a linear layer, including its share of the block scale."""
+    """Return the bytes per element of a linear layer's weight, with its share of block scales."""
     if model.quant_method == "none" or model.quant_block is None:
         return element
     rows, columns = model.quant_block
@@ -211,7 +212,7 @@ def weight_bytes(model: ModelFacts, element: float) -> float:
 
 
 def _attention(model: ModelFacts) -> int:
-    """Return the number of weights of one attention layer."""
+    """Return the number of weight elements of one attention layer."""
     hidden = model.hidden_size
     heads = model.num_heads
     if model.kind != "mla":
@@ -246,7 +247,7 @@ def card_bandwidth(devices: Sequence[DeviceFacts]) -> float:
 
 
 def plan_floor(plan: EnginePlan, batch: int, context: int) -> StepBytes:
-    """Return the bytes of a decode step of the plan's model on one rank, in the plan's dtypes."""
+    """Return the bytes that one rank of the plan reads in a decode step, in the plan's dtypes."""
     return step_bytes(
         plan.facts.model,
         batch,

@@ -48,7 +48,7 @@ class BatchTimes:
 
     @property
     def steady(self) -> tuple[float, ...]:
-        """The decode steps without the first ones, if there are enough of them."""
+        """Durations of the decode steps without the first ones, or of all if they are too few."""
         return (
             self.decodes[SETTLING_STEPS:]
             if len(self.decodes) >= 4 * SETTLING_STEPS
@@ -121,7 +121,7 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
 
 
 def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:
-    """Run ``work`` once more under torch's profiler and return the path of the Chrome trace.
+    """Run ``work`` under torch's profiler and return the path of the Chrome trace.
 
     NOTE: tracing slows the run down, so its time is never reported.
     """
@@ -133,5 +133,5 @@ def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:
 
 
 def median_run(runs: Sequence[BatchTimes]) -> BatchTimes:
-    """Return the run of median total time (of an even number, the faster of the middle two)."""
+    """Return the run with the median total time (of an even number, the faster middle one)."""
     return sorted(runs, key=lambda run: run.total)[(len(runs) - 1) // 2]

@@ -19,12 +19,12 @@ WARM_TOKENS = 16  #: output tokens of each warm-up request
 
 @dataclass(frozen=True)
 class OwnLoad:
-    """Requests of equal length at several concurrencies.
+    """A load of requests of equal length, sent at several concurrencies one after the other.
 
     Attributes:
         input_len: prompt tokens of a request.
         output_len: output tokens of a request.
-        levels: concurrencies.
+        levels: the concurrencies.
         prompts: number of requests at each level.
         folder: folder of the logs.
         timeout: seconds that one benchmark may take.
@@ -39,7 +39,7 @@ class OwnLoad:
 
     @property
     def concurrency(self) -> int:
-        """The highest concurrency."""
+        """The highest of the load's concurrencies."""
         return max(self.levels)
 
     def on_server(self, engine: PeerEngine, port: int, result: Path) -> None:
@@ -107,7 +107,7 @@ class OwnLoad:
         self._run(log, ["serving", *_options(words), "--disable-tqdm", *more])
 
     def _run(self, log: str, words: Sequence[str]) -> None:
-        """Run a benchmark of ours to its end. ``words``: arguments; ``log``: name of the log."""
+        """Run a ``glowplug bench`` command. ``words``: its arguments; ``log``: name of the log."""
         command = [sys.executable, "-m", "glowplug", "bench", *words]
         path = self.folder / f"{log}.log"
         with MeasuredProgram(f"bench {words[0]}", command, path, {}) as program:
@@ -115,5 +115,5 @@ class OwnLoad:
 
 
 def _options(values: dict[str, object]) -> list[str]:
-    """Return the command-line arguments of options with one value each."""
+    """Return command-line arguments from values by option name."""
     return [word for name, value in values.items() for word in (name, str(value))]

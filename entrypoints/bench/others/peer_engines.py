@@ -18,11 +18,11 @@ OURS = "glowplug"  #: this engine's name among the compared engines
 
 @dataclass(frozen=True)
 class StaticRun:
-    """The static batches to measure.
+    """The static batches that each engine measures.
 
     Attributes:
         model: folder of the checkpoint.
-        batch_sizes: numbers of sequences.
+        batch_sizes: number of sequences of each batch.
         input_len: prompt tokens.
         output_len: tokens to generate.
         vocab: upper bound of the random token ids.
@@ -41,7 +41,7 @@ class StaticRun:
 
 @dataclass(frozen=True)
 class ServedRun:
-    """The server to start.
+    """The server that each engine starts.
 
     Attributes:
         model: folder of the checkpoint.
@@ -58,7 +58,7 @@ class ServedRun:
 
 @dataclass(frozen=True)
 class PeerEngine:
-    """One engine of the comparison.
+    """An engine to compare, and the commands that run it.
 
     Attributes:
         name: the name in ``--peer``.
@@ -192,7 +192,7 @@ def _vllm_server(run: ServedRun) -> list[str]:
 
 
 def _shapes(run: StaticRun, sizes: str) -> list[str]:
-    """Return the options of batch sizes and lengths. ``sizes``: the option of the batch sizes."""
+    """Return options for the batch sizes and lengths. ``sizes``: name of the batch-size option."""
     return [
         sizes,
         *map(str, run.batch_sizes),
@@ -235,7 +235,7 @@ ENGINES = {
 
 
 def interpreters(given: Sequence[str]) -> dict[str, str]:
-    """Parse ``NAME=PYTHON`` pairs into engine -> interpreter, this engine first.
+    """Parse ``NAME=PYTHON`` pairs into Python interpreters by engine, this engine first.
 
     Raises:
         ValueError: an engine is unknown or given twice, or a pair is malformed.

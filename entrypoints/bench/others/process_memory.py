@@ -27,7 +27,7 @@ class ProcessMemory:
         self.missing = ""
 
     def bytes(self) -> int | None:
-        """Return the bytes in use, or None if the driver does not report them.
+        """Return the device bytes in use, or None if the driver does not report them.
 
         After the first failure the result stays None, so that figures of two kinds are never
         compared.
@@ -41,7 +41,7 @@ class ProcessMemory:
         return None
 
     def _read(self) -> int:
-        """Read the driver's count of bytes in use.
+        """Return the driver's count of device bytes in use by this process and its descendants.
 
         Raises:
             LookupError: the command is missing or does not report this process.
@@ -64,7 +64,7 @@ class ProcessMemory:
 
 
 def rows(text: str) -> list[tuple[int, int | None]]:
-    """Return (process id, bytes) of each line "id, MiB"; None where the driver prints "[N/A]"."""
+    """Return (process id, bytes) of each line "id, MiB"; bytes are None for the value "[N/A]"."""
     found = []
     for line in text.splitlines():
         pid, _, used = (part.strip() for part in line.partition(","))
@@ -74,7 +74,7 @@ def rows(text: str) -> list[tuple[int, int | None]]:
 
 
 def family(pid: int) -> set[int]:
-    """Return ``pid`` and all its descendants; ``pid`` alone where /proc is missing."""
+    """Return the ids of process ``pid`` and its descendants; ``pid`` alone if /proc is missing."""
     children: dict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -72,7 +72,7 @@ def serving_report(
 
 
 def idle_share(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
-    """Return the share of step time in which the device was idle, between two snapshots.
+    """Return the share of step time between two snapshots in which the device was idle.
 
     Args:
         before: the engine's statistics at the first snapshot.

@@ -33,7 +33,7 @@ class TransformersSide:
         self.version = transformers.__version__
 
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """Return exactly ``count`` greedy tokens after ``prompt``, and the seconds they took."""
+        """Return exactly ``count`` greedy tokens after ``prompt``, and the seconds for them."""
         import torch
 
         ids = torch.tensor([prompt])

@@ -26,7 +26,7 @@ Loaded = Callable[[str], bool]
 
 
 class MeasuredProgram:
-    """A program with its log, and a context manager that ends it with all its descendants.
+    """A running program with its log; as a context manager, ends the program and its descendants.
 
     Args:
         name: name in messages.
@@ -72,7 +72,7 @@ class MeasuredProgram:
         self.end()
 
     def loaded(self) -> bool:
-        """Return True if the program is loaded, or has ended while loading (see ``check``)."""
+        """Return whether loading is over: the program is loaded, or ended early (see ``check``)."""
         if self._loaded(self.log.read_text(errors="replace")):
             return True
         if self._process.poll() is None:
@@ -91,7 +91,7 @@ class MeasuredProgram:
             raise self._error
 
     def hold(self) -> None:
-        """Suspend the program."""
+        """Suspend the program until ``go``."""
         self._signal(signal.SIGSTOP)
         self._held = True
 
@@ -149,9 +149,9 @@ class MeasuredProgram:
 def in_turns(
     starts: Sequence[Callable[[], MeasuredProgram]], together: bool, timeout: float
 ) -> Generator[MeasuredProgram]:
-    """Yield each program, loaded, while the others are suspended or not running.
+    """Start the programs and yield each once loaded, while the others are suspended or not running.
 
-    The caller has to close the generator, which ends the programs.
+    Callers must close the generator; this ends the programs.
 
     Args:
         starts: functions that start the programs.
@@ -174,7 +174,7 @@ def in_turns(
 
 
 def _load(turns: Sequence[MeasuredProgram], timeout: float, hold: bool = True) -> None:
-    """Wait until all programs are loaded, and suspend each if ``hold``."""
+    """Wait until all programs are loaded; if ``hold``, suspend each as soon as it is."""
     waiting = list(turns)
     deadline = time.monotonic() + timeout
     while waiting:

@@ -29,7 +29,7 @@ SETTLING_STEPS = 8  #: decode steps at the start of a run that are left out
 
 
 def main() -> None:
-    """Load the model and measure every batch size."""
+    """Load the model in vLLM and measure every batch size."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -121,9 +121,9 @@ def generate(
 
 
 def decode_steps(ends: Sequence[float], tokens: int) -> list[float]:
-    """Return the durations of the last steps of a run, from the times at which steps ended.
+    """Return the durations in seconds of a run's last decode steps, from the steps' end times.
 
-    Steps before these are left out: prompts may have taken several.
+    Earlier steps are left out, since prefill may have taken several steps.
     """
     times = [after - before for before, after in zip(ends, ends[1:])]
     return times[-max(1, tokens - 1 - SETTLING_STEPS) :]

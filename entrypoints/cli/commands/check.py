@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan and return the exit code."""
+    """Plan without starting the engine, print the plan and return the exit code."""
     given = read_command_line(args)
     plan = given.plan()
     check_tokenizer(plan, given.plugins)
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_plan_option(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add ``--plan``; ``args.plan`` is None when it is not given.
+    """Add the option ``--plan`` for the plan's details; ``args.plan`` is None without the option.
 
     Args:
         parser: parser of the command.

@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export the layer; return 0, or 2 with the reason and the fix on standard error."""
+    """Export the next-token layer; return 0, or 2 with the reason and the fix on standard error."""
     try:
         folder = Path(locate_model(args.model))
         facts = read_folder(folder) if folder.is_dir() else None

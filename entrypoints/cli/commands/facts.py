@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the sheet as JSON and return the exit code."""
+    """Print this machine's fact sheet as JSON and return the exit code."""
     sheet = own_sheet(load_plugins(extra=args.plugin).packages)
     print(msgspec.json.format(msgspec.json.encode(sheet), indent=1).decode())
     return 0

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plugins and return the exit code."""
+    """Load the plugins, print a table or JSON of them and return the exit code."""
     plugins = load_plugins(extra=args.plugin, block=args.block_plugin)
     found = listing(plugins)
     if args.json:
@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listing(plugins: PluginSet) -> list[dict[str, Any]]:
-    """Return one entry per plugin.
+    """Return one entry per plugin, for a table or JSON.
 
-    An entry has name, distribution, version, hooks, and components with slot, contract and
-    availability.
+    An entry has the plugin's name, distribution, version, hooks and components; each component has
+    its slot, contract and availability.
     """
     packages = plugins.software.packages
     machine = this_machine()

@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the schema and return the exit code."""
+    """Print the JSON schema of the configuration and return the exit code."""
     schema = config_class(load_plugins(extra=args.plugin)).model_json_schema()
     print(
         json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2)

@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and serve; return the exit code."""
+    """Plan, and serve the model over HTTP until it is stopped; return the exit code."""
     given = read_command_line(args)
     plan = given.plan()
     if args.dry_run:

@@ -70,10 +70,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List or run tuners; return the exit code.
+    """List the tuners, or run one to measure its tables; return the exit code.
 
     Returns:
-        0, also when the time ran out, which is printed; 2 for an unknown tuner or a refused model.
+        0, also if the time limit ended the measurements, which is then printed; 2 for an unknown
+            tuner or a refused model.
     """
     try:
         given = read_command_line(args)
@@ -152,11 +153,11 @@ def _check_device(found: Tuner, plan: EnginePlan) -> None:
 
 
 def _factory(found: Tuner, plugin: str) -> Callable[[EnginePlan], TableTuner]:
-    """Return the tuner's factory.
+    """Import and return the tuner's factory.
 
     Raises:
         PluginLoadError: the factory cannot be imported.
-        ValueError: it needs a package that is not installed; the message names the package.
+        ValueError: the tuner needs a package that is not installed; the message names the package.
     """
     try:
         return import_factory(found, plugin)
@@ -173,7 +174,7 @@ def _factory(found: Tuner, plugin: str) -> Callable[[EnginePlan], TableTuner]:
 
 
 def _selected(tables: list[TuneTable], labels: list[str]) -> list[TuneTable]:
-    """Return the tables with these labels; all tables for no labels.
+    """Return the tables with the given labels; all tables if ``labels`` is empty.
 
     Raises:
         ValueError: a label that this model does not have.
@@ -186,7 +187,7 @@ def _selected(tables: list[TuneTable], labels: list[str]) -> list[TuneTable]:
 
 
 def _plan(config: Mapping[str, Any], plugins: PluginSet, folder: Path) -> EnginePlan:
-    """Return the plan of the model cut to one layer of each kind, which keeps all GEMM shapes."""
+    """Return the plan of the model cut to one layer of each kind; all GEMM shapes stay the same."""
     write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
     return make_plan(
         {
@@ -203,7 +204,10 @@ def _plan(config: Mapping[str, Any], plugins: PluginSet, folder: Path) -> Engine
 
 
 def _measure(tuner: TableTuner, tables: list[TuneTable], seconds: float) -> None:
-    """Tune the incomplete tables, each for an even share of the time that is left."""
+    """Tune the incomplete tables, each for an equal share of the remaining time.
+
+    ``seconds``: time limit for all tables.
+    """
     deadline = time.monotonic() + seconds
     incomplete = [table for table in tables if table.missing]
     for number, table in enumerate(incomplete):
@@ -219,14 +223,14 @@ def _measure(tuner: TableTuner, tables: list[TuneTable], seconds: float) -> None
 
 
 def _list(tables: list[TuneTable], tuner: str) -> None:
-    """Print the tables of a tuner without measuring, or a line that there are none."""
+    """Print the tables of a tuner without measuring, or a line that says it has none."""
     if not tables:
         print(f"this model has nothing for {tuner} to tune")
     _show(tables, "run it without --list")
 
 
 def _show(tables: list[TuneTable], how: str = "run the same command again to continue") -> None:
-    """Print how complete each table is; if one is incomplete, also ``how`` to complete it."""
+    """Print how complete each table is; if any is incomplete, also print ``how`` to continue."""
     for table in tables:
         left = f", missing {', '.join(map(str, table.missing))}" if table.missing else ""
         print(

@@ -11,7 +11,10 @@ from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, FLAGS
 
 
 class _Collect(argparse.Action):
-    """An action that appends a :class:`GivenFlag` to ``engine_flags``, in command-line order."""
+    """An argparse action that appends a :class:`GivenFlag` to ``engine_flags`` of the result.
+
+    The list thus keeps the command-line order.
+    """
 
     def __init__(self, flag: Flag, **kwargs: Any) -> None:
         self.flag = flag
@@ -31,7 +34,7 @@ class _Collect(argparse.Action):
 
 
 class _UniqueValue(argparse.Action):
-    """An action for options that may be repeated only with the same value."""
+    """An argparse action for options that may be repeated only with the same value."""
 
     def __call__(
         self,
@@ -46,7 +49,7 @@ class _UniqueValue(argparse.Action):
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add all engine flags and those of files, sheets and plugins."""
+    """Add all engine flags, and the options for configuration file, fact sheet and plugins."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--config", action=_UniqueValue, metavar="FILE", help="configuration in TOML, YAML or JSON"

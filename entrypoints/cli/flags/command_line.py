@@ -33,7 +33,7 @@ def serve_defaults(
     hardware: HardwareFacts | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """Return the defaults of serving: the embedded model, one process per rank.
+    """Return the configuration's defaults for serving: the embedded model, one process per rank.
 
     The executor is "torchrun" if the configuration or the fact sheet has several hosts, or if
     torchrun started this process.
@@ -41,7 +41,7 @@ def serve_defaults(
     Args:
         config: the operator's configuration.
         hardware: the fact sheet in use; None: this machine.
-        environment: environment variables, in which torchrun is recognised.
+        environment: environment variables, which show whether torchrun started this process.
 
     Returns:
         Values by dotted path.
@@ -88,10 +88,10 @@ class CommandLine:
         return self.layer.data
 
     def plan(self, contributed: Mapping[str, Any] | None = None) -> EnginePlan:
-        """Return the plan.
+        """Return the plan that this command line describes.
 
         Args:
-            contributed: further defaults by dotted path; None: those of serving.
+            contributed: defaults of the command by dotted path; None: those of serving.
 
         Raises:
             ConfigError: the configuration is malformed.
@@ -113,7 +113,7 @@ class CommandLine:
 
 
 def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None) -> CommandLine:
-    """Load the plugins, read the file and apply flags and ``--set`` over it.
+    """Load the plugins, read the configuration file, and apply flags and ``--set`` on top.
 
     Args:
         args: options parsed by a parser with ``add_engine_options``.
@@ -137,7 +137,7 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
 
 
 def _always_on_notes(args: argparse.Namespace) -> list[Decision]:
-    """Return a note for each given switch that turns on what is always on here."""
+    """Return a note for each given switch whose feature this engine has always turned on."""
     names = dict.fromkeys(getattr(args, "always_on", None) or ())
     return [Decision(name, "no effect", "operator", ALWAYS_ON[name]) for name in names]
 
@@ -146,7 +146,7 @@ def _sheet(name: str | None, layer: Layer) -> HardwareFacts | None:
     """Return the fact sheet that ``--facts`` names; None without the option.
 
     Raises:
-        ConfigError: the sheet cannot be read; with the refusals of ``layer``.
+        ConfigError: the sheet cannot be read; the error also has the refusals found in ``layer``.
     """
     if not name:
         return None
@@ -158,9 +158,10 @@ def _sheet(name: str | None, layer: Layer) -> HardwareFacts | None:
 
 
 def _resolve_attention(layer: Layer, plugins: PluginSet) -> None:
-    """Replace a library's name in ``--attention-backend`` by its backend for this model.
+    """Replace a library's name in ``--attention-backend`` by that of its backend for this model.
 
-    Other engines use one name, such as "fa3", for latent and multi-head attention.
+    Other engines use one name, such as "fa3", for both latent and multi-head attention; here the
+    two backends of a library have different names.
     """
     path = "attention.use"
     if not layer.origins.get(path, "").startswith("--attention-backend"):

@@ -14,7 +14,7 @@ Convert = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag and the configuration field it sets.
+    """A command-line flag and the configuration field that it sets.
 
     Attributes:
         names: spellings; underscores count as hyphens.
@@ -54,7 +54,7 @@ class GivenFlag:
 
     @property
     def config_value(self) -> Any:
-        """The value as the configuration spells it."""
+        """The flag's value in the configuration, where another engine's name is translated."""
         if isinstance(self.value, str):
             return self.flag.values.get(self.value, self.value)
         return self.value
@@ -95,7 +95,7 @@ def text_list(text: str) -> list[str]:
     """Parse a JSON list of strings.
 
     Raises:
-        ValueError: the text is not one.
+        ValueError: the text is not a JSON list of strings.
     """
     found = json.loads(text)
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):

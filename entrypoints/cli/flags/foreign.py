@@ -129,7 +129,7 @@ BOTH = frozenset(
 
 
 def unsupported(name: str, known: Collection[str]) -> str:
-    """Return why a flag of SGLang or vLLM is refused, with the alternative; "" for other flags.
+    """Return why this flag of SGLang or vLLM is refused, and an alternative; "" for other flags.
 
     Args:
         name: the flag with its dashes; in vLLM a key of the flag may follow after a dot.

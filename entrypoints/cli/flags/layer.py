@@ -20,7 +20,7 @@ _ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
 def command_line_layer(
     given: Sequence[GivenFlag], overrides: Sequence[str]
 ) -> tuple[Layer, list[Decision]]:
-    """Return one configuration layer of all flags, in order, and of ``--set`` after them.
+    """Return a configuration layer that has the values of all flags, in order, then of ``--set``.
 
     Args:
         given: flags in command-line order.
@@ -48,7 +48,7 @@ def command_line_layer(
 
 
 def drop_unused_options(layer: Layer, given: Sequence[GivenFlag]) -> list[Decision]:
-    """Remove options that flags set for a component that ``layer`` does not choose.
+    """Remove options that flags set in ``layer`` for components that ``layer`` does not choose.
 
     Returns:
         A note for each removed option.
@@ -68,7 +68,7 @@ def drop_unused_options(layer: Layer, given: Sequence[GivenFlag]) -> list[Decisi
 
 
 def value_at(data: Any, path: str) -> Any:
-    """Return the value at a dotted path; None if there is none."""
+    """Return the value at a dotted path in ``data``; None if the path has no value."""
     for part in path.split("."):
         if isinstance(data, list):
             data = data[int(part)] if part.isdigit() and int(part) < len(data) else None
@@ -99,11 +99,11 @@ def _first_of_each(given: Sequence[GivenFlag], layer: Layer) -> list[GivenFlag]:
 
 
 def _no_effect_reason(flag: Flag, names: Collection[str]) -> str:
-    """Return why another given flag makes this one ineffective; "" if none does.
+    """Return why another given flag leaves ``flag`` without effect; "" if none does.
 
     Args:
         flag: the flag.
-        names: first names of all given flags.
+        names: the first spelling of each given flag.
     """
     other, why = NO_EFFECT_WITH.get(flag.names[0], ("", ""))
     return f"{why} ({other})" if other in names else ""
@@ -116,7 +116,7 @@ def _assign(layer: Layer, fields: Mapping[str, Any], flag: str) -> None:
 
     Args:
         layer: the layer to change.
-        fields: values by path.
+        fields: values by dotted path.
         flag: the flag and its value, for messages.
     """
     resolved = {
@@ -137,10 +137,10 @@ def _assign(layer: Layer, fields: Mapping[str, Any], flag: str) -> None:
 
 
 def _same(path: str, held: Any, value: Any) -> bool:
-    """Return whether two values of the field ``path`` mean the same: ``held`` and ``value``.
+    """Return whether ``held`` and ``value`` mean the same in the field ``path``.
 
-    A library's name in other engines ("fa3") means the same as the name of its latent attention
-    here ("fa3_mla").
+    In ``attention.use``, a library's name in other engines ("fa3") means the same as the name of
+    its latent attention here ("fa3_mla").
     """
     return bool(
         held == value
@@ -168,10 +168,10 @@ def _resolve_item(layer: Layer, path: str, flag: str) -> str:
 
 
 def _apply_override(layer: Layer, override: str) -> None:
-    """Apply ``--set A.B=VALUE``.
+    """Set the value of one ``--set A.B=VALUE`` in ``layer``.
 
-    Each value inside a given section or list of sections is recorded as set by this override. A
-    mistake adds a refusal to ``layer``.
+    If VALUE is a section or a list of sections, each value inside is recorded as set by this
+    override. A mistake adds a refusal to ``layer``.
     """
     path, equals, text = override.partition("=")
     path = path.strip()
@@ -192,7 +192,7 @@ def _apply_override(layer: Layer, override: str) -> None:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of values in ``value`` that are neither sections nor lists of them."""
+    """Yield (path, value) of each single value at ``path`` or in the sections below."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)
@@ -204,7 +204,10 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _origin(layer: Layer, path: str) -> str:
-    """Return the place that set ``path``, a value inside it or a section around it, or ""."""
+    """Return the flag or file that set ``path``, a value below ``path`` or a section around it.
+
+    The result is "" if none of these is set.
+    """
     for written, origin in layer.origins.items():
         if f"{written}.".startswith(f"{path}.") or path.startswith(f"{written}."):
             return origin
@@ -212,7 +215,13 @@ def _origin(layer: Layer, path: str) -> str:
 
 
 def _contradiction(path: str, before: str, now: str) -> Refusal:
-    """Return the refusal of a field that is given two values."""
+    """Return the refusal of a field that was given two values.
+
+    Args:
+        path: dotted path of the field.
+        before: flag or file that set the first value.
+        now: flag or override that gives the other value.
+    """
     reason = (
         f"{before} and {now} contradict each other"
         if before != now

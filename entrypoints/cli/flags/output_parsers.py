@@ -17,12 +17,12 @@ OUTPUTS = next(slot for slot in SLOTS if slot.name == "outputs")
 
 
 def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list[Refusal]]:
-    """Remove output parsers that ``--tool-call-parser`` names and that parse no tool calls.
+    """Remove output parsers that ``--tool-call-parser`` names although they parse no tool calls.
 
     Parsers of tool calls stay; the plan's checks decide whether answers can have tool calls.
 
     Returns:
-        The layer without them, and a refusal of each removed parser.
+        (``layer`` without these parsers, a refusal of each removed parser).
     """
     section = OUTPUTS.section
     items = layer.data.get(section)
@@ -45,10 +45,10 @@ def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list
 
 
 def _refusal(path: str, given: str, name: str, plugins: PluginSet) -> Refusal | None:
-    """Return the refusal of ``name``, which is no tool-call parser; None if it is one.
+    """Return the refusal of the parser ``name`` if it parses no tool calls, else None.
 
     Args:
-        path: path of the option that names it.
+        path: path of the option that names the parser.
         given: the flag as given, for the refusal.
         name: the parser's name.
         plugins: the loaded plugins.

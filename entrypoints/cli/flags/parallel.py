@@ -20,7 +20,7 @@ SIZE_FIELDS: dict[str, str] = {f"{SECTION}[{use}].size": use for use in (TENSOR,
 
 
 def sizes_of_one(given: Sequence[GivenFlag]) -> dict[str, str]:
-    """Return the flags that set a strategy's size to one, by strategy: ``{"tensor": "--tp 1"}``."""
+    """Return the flags that set a parallel strategy's size to 1: ``{"tensor": "--tp 1"}``."""
     return {
         SIZE_FIELDS[one.flag.path]: one.text
         for one in given
@@ -29,7 +29,10 @@ def sizes_of_one(given: Sequence[GivenFlag]) -> dict[str, str]:
 
 
 def larger_than_one(layer: Layer, given: Sequence[GivenFlag]) -> list[tuple[int, str]]:
-    """Return (index, flag) of the strategies to which a flag gives size one and ``layer`` more."""
+    """Return (index, flag) of each strategy whose size a flag sets to 1 but ``layer`` to more.
+
+    The index is that in the list ``parallel`` of ``layer``.
+    """
     items = layer.data.get(SECTION)
     single = sizes_of_one(given)
     numbered = enumerate(items if isinstance(items, list) else [])
@@ -41,14 +44,15 @@ def larger_than_one(layer: Layer, given: Sequence[GivenFlag]) -> list[tuple[int,
 
 
 def arrange(layer: Layer, given: Sequence[GivenFlag]) -> list[Decision]:
-    """Sort the strategies that flags name, and complete their sizes.
+    """Sort the parallel strategies in ``layer`` and complete their sizes, if flags name any.
 
     A switch without a size gets the number of tensor-parallel ranks. A strategy of size one is
     removed, also from a file's list: the command line has precedence. A list that comes from a file
     alone is not changed.
 
     Returns:
-        A decision for the plan's report on each flag with size one and each switch without effect.
+        A decision, to be listed in the plan, for each flag with size one and each switch that has
+        no effect.
     """
     single = sizes_of_one(given)
     notes = [
@@ -78,7 +82,7 @@ def _complete_sizes(layer: Layer, items: list[dict[str, Any]]) -> None:
 
 
 def _place(item: dict[str, Any]) -> int:
-    """Return the position of a strategy in the required order.
+    """Return the sort key of a strategy, its place in the order that the plan requires.
 
     Strategies without a required place come last.
     """
@@ -87,12 +91,12 @@ def _place(item: dict[str, Any]) -> int:
 
 
 def _drop_single(layer: Layer, items: list[Any], single: Mapping[str, str]) -> list[Decision]:
-    """Remove strategies of size one, and on a single rank those sized by the number of ranks.
+    """Remove strategies of size one and, on a single rank, those given by a switch without a size.
 
     NOTE: published commands write ``--tp 1 --enable-ep-moe``.
 
     Returns:
-        A note for each switch among the removed ones.
+        A note for each removed strategy that a switch without a size gave.
     """
     dropped = {
         number: single[item["use"]]
@@ -115,11 +119,11 @@ def _drop_single(layer: Layer, items: list[Any], single: Mapping[str, str]) -> l
 
 
 def reorder(layer: Layer, listed: str, order: list[int]) -> None:
-    """Reorder the items of a list and their places.
+    """Reorder the items of a list in ``layer``, and with them the recorded origins of their values.
 
     Args:
         layer: the layer to change.
-        listed: section that is a list.
+        listed: name of the section that is a list.
         order: old indices in the new order; items whose index is missing are removed.
     """
     items = layer.data.get(listed, [])

@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _unexpected(self, words: Sequence[str]) -> Iterator[str]:
-        """Yield an error for each word that no option takes.
+        """Yield an error for each word of the command line that no option takes.
 
         Words after an unknown flag are taken for its values and not reported.
         """
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
                 yield f"unexpected argument {word!r}"
 
     def _unknown(self, name: str) -> str:
-        """Return the error for an unknown flag."""
+        """Return the error for an unknown flag ``name``, with the closest known flag."""
         from glowplug.entrypoints.cli.flags.foreign import unsupported
 
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]

@@ -19,7 +19,7 @@ SplitEvent = tuple[bytes, bytes]  #: the bytes before and after the text of an e
 
 
 class ChoiceEvents:
-    """The events of one stream.
+    """The maker of the server-sent events of one stream.
 
     Args:
         head: the fields that all chunks of the stream share.
@@ -39,7 +39,7 @@ class ChoiceEvents:
         self.continuous = options is not None and options.continuous_usage_stats
 
     def of(self, choice: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> bytes:
-        """Return the event of a chunk with one choice. ``extra``: further fields of the chunk."""
+        """Return the event of a chunk with a single choice. ``extra``: more fields of the chunk."""
         chunk = {**self._head, "choices": [choice], **(extra or {})}
         if self.continuous:
             chunk["usage"] = self._usage.body()

@@ -54,7 +54,7 @@ class Job:
     record: RequestRecord | None = None
 
     async def run(self, context: JobContext) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield (index of the sequence, delta) in the order of arrival.
+        """Run all sequences and yield (index of the sequence, delta) in the order of arrival.
 
         Closing the generator aborts the sequences that still run.
 
@@ -75,7 +75,7 @@ class Job:
     async def _sequence(
         self, context: JobContext, index: int
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield (index, delta) of one sequence."""
+        """Run one sequence and yield (``index``, delta) for each of its deltas."""
         meter = Meter(context.metrics, self.sequences[index].params, self.record)
         last: Delta | None = None
         source = context.client.generate(
@@ -99,7 +99,7 @@ class Job:
         raise EngineDead("the engine ended a sequence without a reason")
 
     async def _merged(self, context: JobContext) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield (index, delta) of all sequences, each of which runs in a task of its own."""
+        """Run each sequence in a task of its own and yield (index of the sequence, delta)."""
         queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(
             maxsize=4 * len(self.sequences)
         )
@@ -128,9 +128,9 @@ class Job:
 
 
 class Jobs:
-    """The number of jobs in flight.
+    """A counter of the jobs in flight.
 
-    A job is counted within the context ``with jobs``. Draining waits until there is none.
+    Each job runs within ``with jobs:``, which counts it. Draining waits until no job runs.
     """
 
     def __init__(self) -> None:
@@ -157,9 +157,9 @@ class Jobs:
 
 
 class Meter:
-    """The times and token counts of one sequence, for the metrics.
+    """The recorder of one sequence's times and token counts in the server's metrics.
 
-    The time of the request's first token is also stored in ``record``.
+    The time of the request's first token is also stored in ``record``, the request's log record.
     """
 
     __slots__ = ("_arrival", "_first", "_last", "_metrics", "_record", "_tokens")
@@ -177,7 +177,7 @@ class Meter:
             metrics.max_tokens.observe(params.max_tokens)
 
     def observe(self, delta: Delta) -> None:
-        """Record the times and tokens of the sequence's next delta in the metrics.
+        """Record the sequence's next delta in the metrics: its time and its number of tokens.
 
         With the last delta the sequence's totals are recorded too.
         """

@@ -13,7 +13,7 @@ LOGPROB_MIN = -9999.0  #: replaces minus infinity, which JSON cannot represent
 def chat_logprobs(
     names: TokenNames, tokens: list[int], scores: Logprobs, top: int, as_ids: bool
 ) -> list[dict[str, Any]]:
-    """Return the entries of ``choices[].logprobs.content``.
+    """Return the entries of ``choices[].logprobs.content`` of a chat response.
 
     Args:
         names: names and bytes of tokens.
@@ -43,7 +43,7 @@ def _entry(names: TokenNames, token: int, value: float, as_id: bool) -> dict[str
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of ``/v1/completions``.
+    """The builder of the object ``choices[].logprobs`` of ``/v1/completions``.
 
     Args:
         names: names and bytes of tokens.
@@ -74,7 +74,7 @@ class CompletionLogprobs:
         self.add(tokens[1:], scores)
 
     def add(self, tokens: list[int], scores: Logprobs) -> None:
-        """Add tokens with their log-probabilities."""
+        """Add generated tokens with their log-probabilities."""
         for i, token in enumerate(tokens[: len(scores.token)]):
             best = {
                 self._names.name(id, self._as_ids): max(value, LOGPROB_MIN)
@@ -93,7 +93,7 @@ class CompletionLogprobs:
         self._offset += len(self._names.text(token))
 
     def take(self) -> dict[str, Any]:
-        """Return the ``logprobs`` object of the tokens added since the last call."""
+        """Return the ``logprobs`` object for the tokens added since the last call."""
         taken = {
             "tokens": self._tokens,
             "token_logprobs": self._token_logprobs,
@@ -118,7 +118,7 @@ def native_logprobs(
 
 
 def native_top(names: TokenNames, scores: Logprobs, top: int, text: bool) -> list[NativeLogprobs]:
-    """Return the ``top`` alternatives of each token, as :func:`native_logprobs` does."""
+    """Return the ``top`` alternatives of each token, in the form of :func:`native_logprobs`."""
     return [
         [
             (max(value, LOGPROB_MIN), id, names.text(id) if text else None)

@@ -94,7 +94,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def unknown_fields(extras: Mapping[str, Any]) -> list[str]:
-    """Return the names in ``extras`` that are unknown.
+    """Return the names of request fields in ``extras`` that the server does not know.
 
     Raises:
         RequestError: a field is known but not supported.
@@ -181,7 +181,7 @@ def native_params(
 
 @contextmanager
 def field_errors_at(place: str) -> Iterator[None]:
-    """Rename the field in a RequestError to that of the native route.
+    """Change the field named by a RequestError in this context to its path on the native route.
 
     Args:
         place: path of the sampling parameters in the body, such as "sampling_params.3"; "" leaves
@@ -207,7 +207,7 @@ def field_errors_at(place: str) -> Iterator[None]:
 
 
 def _shared(fields: SamplingFields | NativeSampling, min_tokens: int | None) -> dict[str, Any]:
-    """Return the fields of ``SamplingParams`` that both kinds of route share, without None."""
+    """Return the values of ``SamplingParams`` that both kinds of route set alike, without None."""
     given = {
         "temperature": fields.temperature,
         "top_p": fields.top_p,
@@ -242,7 +242,7 @@ def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def choices(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """Return the sampling parameters of each of ``n`` choices, the completions of one prompt.
+    """Return sampling parameters for each of ``n`` choices, the completions of one prompt.
 
     A given seed is incremented for each choice. The choices then differ, and each can be
     reproduced alone.

@@ -17,7 +17,7 @@ PROMPT_TAIL_CHARS = 64  #: last characters of the rendered prompt that output pa
 
 @dataclass
 class TokenizedPrompt:
-    """A prompt. ``text`` is the given or rendered text; None if only ids were given."""
+    """A prompt as token ids. ``text``: the given or rendered text; None if only ids were given."""
 
     ids: list[int]
     text: str | None = None
@@ -69,7 +69,7 @@ async def of_native(
 ) -> list[TokenizedPrompt]:
     """Return the tokenised prompts of the native route, SGLang's ``/generate``.
 
-    They are given as text or as ids, single or as a list.
+    The prompts are given as text or as ids, single or as a list.
     """
     if (text is None) == (ids is None):
         raise RequestError("give either text or input_ids", param="text")
@@ -169,7 +169,7 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
 def _text(message: Message, where: str) -> str | None:
     """Return a message's content as one text; None for an assistant's message with tool calls only.
 
-    ``where``: the field, for errors.
+    ``where``: path of the content in the request, for errors.
     """
     content = message.content
     if content is None:
@@ -192,10 +192,10 @@ def _text(message: Message, where: str) -> str | None:
 
 
 def template_arguments(request: ChatRequest) -> dict[str, Any]:
-    """Return the keywords for the chat template.
+    """Return the keywords that a request sets for the chat template.
 
-    They are ``chat_template_kwargs`` and ``reasoning_effort``. The latter also sets the keywords
-    ``thinking`` and ``enable_thinking``, of which templates use one or the other.
+    The keywords are those of ``chat_template_kwargs``, and ``reasoning_effort``. The latter also
+    sets ``thinking`` and ``enable_thinking``, of which templates use one or the other.
 
     Raises:
         RequestError: a keyword is not in the allow-list, or its value has a wrong type.

@@ -9,7 +9,9 @@ from glowplug.entrypoints.front.delta import Delta
 
 
 class ReasoningSplitter:
-    """The chain of output parsers of one sequence. Without parsers all text is content.
+    """The splitter of one sequence's text into reasoning and content, a chain of output parsers.
+
+    Without parsers all text is content.
 
     Attributes:
         reasoning_tokens: number of tokens of the reasoning so far.
@@ -28,7 +30,7 @@ class ReasoningSplitter:
         self.reasoning_tokens = 0
 
     def feed(self, delta: Delta) -> tuple[str, str]:
-        """Return (new reasoning, new content) of ``delta``.
+        """Parse the next delta and return (new reasoning, new content).
 
         With the last delta, the text that parsers held back is returned as well.
 
@@ -53,7 +55,7 @@ class ReasoningSplitter:
         return "".join(texts["reasoning"]), "".join(texts["content"])
 
     def _parse_from(self, text: str, start: int) -> list[Piece]:
-        """Return the pieces of ``text``, parsed as content by the parsers from ``start`` on."""
+        """Parse content by the parsers from index ``start`` on and return the resulting pieces."""
         pieces = [Piece("content", text)]
         for parser in self._parsers[start:]:
             pieces = [
@@ -64,7 +66,7 @@ class ReasoningSplitter:
         return pieces
 
     def _flush(self) -> list[Piece]:
-        """Return the pieces that the parsers held back."""
+        """Return the pieces of text that the parsers held back, at the end of the sequence."""
         pieces: list[Piece] = []
         for i, parser in enumerate(self._parsers):
             for piece in parser.finish():
@@ -74,10 +76,10 @@ class ReasoningSplitter:
         return pieces
 
     def _count(self, pieces: list[Piece], tokens: int) -> None:
-        """Add the tokens of a delta to the count of reasoning tokens, unless they are content.
+        """Add ``tokens``, a delta's number of tokens, to ``reasoning_tokens`` if it is reasoning.
 
-        Tokens count for the kind of the first piece that they produced. Tokens without a piece
-        count for the current kind, or before any piece for the kind of the first one.
+        The kind of the delta is that of its first piece, and without a piece the current kind.
+        Tokens before the first piece of the sequence count for the kind of that piece.
         """
         self._undecided += tokens
         if not pieces:

@@ -25,14 +25,14 @@ _UNSAFE_CHARS = re.compile(r"[^A-Za-z0-9_.\-]")
 
 
 def request_id(request: Request, given: str | None) -> str:
-    """Return the id of the body if given, else that of the header or the generated one."""
+    """Return the request's id: ``given`` in the body, else that of the header, else a new one."""
     return given or str(request.scope["glowplug.request_id"])
 
 
 def timeout(request: Request, context: Context) -> float:
     """Return the time limit of this request in seconds; 0: none.
 
-    It is the smaller of the server's limit and the header ``X-Request-Timeout``.
+    The limit is the smaller of the server's limit and the header ``X-Request-Timeout``.
     """
     limit = context.options.request_timeout
     header = request.headers.get("x-request-timeout")
@@ -51,7 +51,7 @@ def timeout(request: Request, context: Context) -> float:
 
 
 def warning_headers(extras: Mapping[str, Any]) -> dict[str, str]:
-    """Return a response header that lists unknown fields; {} without any.
+    """Return a response header that lists the unknown fields in ``extras``; {} if none is unknown.
 
     Raises:
         RequestError: a field is known but not supported.
@@ -64,7 +64,7 @@ def warning_headers(extras: Mapping[str, Any]) -> dict[str, str]:
 
 
 class AdmissionFields(Protocol):
-    """The fields of a request body that say how its sequences are admitted."""
+    """The fields of a request body that affect the admission of its sequences to the engine."""
 
     priority: int | None
     cache_salt: str | None
@@ -129,7 +129,7 @@ def make_job(
 
 
 def _check_count(context: Context, n: int, prompts: int) -> None:
-    """Raise RequestError if a request has more sequences than the engine runs and queues."""
+    """Raise RequestError if a request has more sequences than the engine can run and queue."""
     sizes = context.plan.sizes
     max_sequences = min(context.options.max_choices, sizes.max_running + sizes.max_queued)
     if n * prompts > max_sequences:
@@ -144,7 +144,10 @@ def _checked(
     params: list[SamplingParams],
     places: Sequence[str],
 ) -> list[CheckedRequest]:
-    """Check each prompt with its parameters. ``places``: see :func:`make_job`."""
+    """Check each prompt with its parameters and return the requests to run.
+
+    ``places``: see :func:`make_job`.
+    """
     checked = []
     for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         with field_errors_at(places[min(number, len(places) - 1)]):
@@ -153,7 +156,7 @@ def _checked(
 
 
 def _admission(request: Request, context: Context, body: AdmissionFields) -> Admission:
-    """Return the priority, the salt and the limits in time of a request's sequences."""
+    """Return the priority, prefix-cache salt and time limits of a request's sequences."""
     return Admission(
         priority=body.priority or 0,
         salt=body.cache_salt or "",

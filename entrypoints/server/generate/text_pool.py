@@ -15,7 +15,7 @@ TEXT_SECONDS = 20.0  #: time limit of one call
 
 
 class TextWorkers:
-    """A small thread pool around the tokenizer.
+    """A small thread pool that runs the tokenizer, so that the event loop is not blocked.
 
     Args:
         tokenizer: None if the engine runs without one.
@@ -34,7 +34,7 @@ class TextWorkers:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. RequestError if the engine runs without one."""
+        """The tokenizer; raises RequestError if the engine runs without one."""
         if self._tokenizer is None:
             raise RequestError(
                 "this engine runs without a tokenizer: send input_ids", code="no_tokenizer"
@@ -59,7 +59,9 @@ class TextWorkers:
             ) from None
 
     def check_bytes(self, texts: list[str]) -> None:
-        """Check the total size of the texts, which are encoded for it only near the limit.
+        """Check that the texts have at most ``max_bytes`` bytes of UTF-8 in total.
+
+        Texts are encoded to count their bytes only if their characters may exceed the limit.
 
         Raises:
             RequestError: the texts are larger than ``max_bytes``.
@@ -76,7 +78,7 @@ class TextWorkers:
             )
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of each text."""
+        """Return the token ids of each text, computed in the pool."""
         tokenizer = self.tokenizer
         self.check_bytes(texts)
         return await self.run(
@@ -86,7 +88,7 @@ class TextWorkers:
         )
 
     async def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Return the text of token ids."""
+        """Return the text of token ids, computed in the pool."""
         tokenizer = self.tokenizer
         return await self.run(
             lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -21,9 +21,9 @@ class TokenNames:
         return known
 
     def name(self, token: int, as_id: bool = False) -> str:
-        """Return the token's text.
+        """Return the token's name for log-probabilities, its text where possible.
 
-        It is ``bytes:\\xe2\\x82`` for a part of a character, and ``token_id:N`` if ``as_id``.
+        The name is ``bytes:\\xe2\\x82`` for a part of a character, and ``token_id:N`` if ``as_id``.
         """
         if as_id or self._tokenizer is None:
             return f"token_id:{token}"

@@ -11,7 +11,7 @@ class UsageCount:
     """Token counts of one request.
 
     Args:
-        per_prompt: number of consecutive sequences that share a prompt; its tokens count once.
+        per_prompt: number of consecutive sequences that share a prompt, whose tokens count once.
     """
 
     def __init__(self, per_prompt: int) -> None:
@@ -43,7 +43,7 @@ class UsageCount:
         self._reasoning[sequence] = reasoning_tokens
 
     def body(self) -> dict[str, Any]:
-        """Return the ``usage`` object."""
+        """Return the ``usage`` object of the response."""
         prompt = sum(self._prompt.values())
         output = sum(self._output.values())
         return {

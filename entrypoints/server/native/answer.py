@@ -21,7 +21,7 @@ from glowplug.entrypoints.server.protocol.native import GenerateRequest
 
 @dataclass
 class SequenceOutput:
-    """The output of one sequence so far."""
+    """The output of one sequence so far, from which each response is made."""
 
     id: str
     prompt: list[int]
@@ -35,7 +35,7 @@ class SequenceOutput:
 
 
 class NativeOutputs:
-    """The outputs of all sequences of one request.
+    """The outputs of all sequences of one request to SGLang's ``/generate``.
 
     Attributes:
         latest: latest response of each sequence.
@@ -75,7 +75,7 @@ class NativeOutputs:
         return answer
 
     def _take_prompt(self, output: SequenceOutput, delta: Delta) -> None:
-        """Store the log-probabilities of the prompt from ``logprob_start_len`` on.
+        """Store the log-probabilities of the prompt's tokens from ``logprob_start_len`` on.
 
         The first token of the prompt has no log-probability.
         """
@@ -96,7 +96,7 @@ class NativeOutputs:
         output.input_top = top[self._start :]
 
     def _meta(self, output: SequenceOutput, delta: Delta) -> dict[str, Any]:
-        """Return ``meta_info`` of a response."""
+        """Return the object ``meta_info`` of a sequence's response."""
         meta: dict[str, Any] = {
             "id": output.id,
             "finish_reason": _finish(delta),

@@ -58,14 +58,14 @@ def _job(
     sampling: Mapping[str, NativeSampling],
     given: list[prompts.TokenizedPrompt],
 ) -> Job:
-    """Check a request and return its job.
+    """Check a request to ``/generate`` and return the job that runs its sequences.
 
     Args:
         request: the HTTP request.
         context: the server's context.
         body: the request body.
         sampling: sampling parameters by their path in the body.
-        given: the tokenised prompts.
+        given: the request's prompts, tokenised.
     """
     params = _params(body, sampling, given)
     n = next(iter(sampling.values())).n or 1
@@ -78,6 +78,8 @@ def _job(
 
 def _warnings(body: GenerateRequest, sampling: Mapping[str, NativeSampling]) -> dict[str, str]:
     """Return the response header that lists unknown fields of the body and its parameters.
+
+    The result is {} if no field is unknown.
 
     Raises:
         RequestError: a field is known but not supported.
@@ -120,7 +122,7 @@ def _params(
     sampling: Mapping[str, NativeSampling],
     given: list[prompts.TokenizedPrompt],
 ) -> list[SamplingParams]:
-    """Return the sampling parameters of each prompt. A single set applies to all prompts."""
+    """Return the engine's sampling parameters for each prompt; a single set applies to all."""
     if len(sampling) not in (1, len(given)):
         raise RequestError(
             f"{len(given)} prompts but {len(sampling)} sampling_params", param="sampling_params"
@@ -139,7 +141,8 @@ def _params(
 def _sequence_ids(job: Job, body: GenerateRequest) -> list[str]:
     """Return the id of each sequence.
 
-    It is the request's id, with a number appended if there are several sequences.
+    The ids are those that the body lists, else the request's id, with a number appended if there
+    are several sequences.
     """
     count = len(job.sequences)
     if isinstance(body.rid, list):
@@ -160,7 +163,7 @@ async def _collect(context: Context, job: Job, outputs: NativeOutputs) -> list[d
 async def _stream(
     context: Context, job: Job, outputs: NativeOutputs, single: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Yield an event for each delta. ``single``: events have no ``index``."""
+    """Run the job and yield an event for each delta. ``single``: events have no ``index``."""
     async with aclosing(job.run(context)) as source:
         async for index, delta in source:
             if delta.text or delta.token_ids or delta.finish_reason is not None:

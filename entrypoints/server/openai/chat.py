@@ -46,7 +46,10 @@ async def chat(
 
 
 def _default_max_tokens(context: Context, prompt: prompts.TokenizedPrompt) -> int | None:
-    """Return the configured output limit; None: the engine generates up to the context length."""
+    """Return the configured output limit in tokens, reduced to the room that the prompt leaves.
+
+    The result is None if no limit is configured: the engine generates up to the context length.
+    """
     default = context.options.default_max_tokens
     return None if default is None else min(default, prompts.remaining_context(context, prompt))
 

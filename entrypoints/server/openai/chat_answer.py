@@ -26,7 +26,7 @@ from glowplug.entrypoints.server.protocol.chat import ChatRequest
 def ending_fields(context: Context, delta: Delta) -> dict[str, Any]:
     """Return the fields that state how a choice ended.
 
-    They are OpenAI's ``finish_reason``, vLLM's ``stop_reason`` (None for eos) and SGLang's
+    The fields are OpenAI's ``finish_reason``, vLLM's ``stop_reason`` (None for eos) and SGLang's
     ``matched_stop``.
     """
     matched = delta.stop_reason
@@ -103,7 +103,7 @@ class ChatAnswer:
 
     @property
     def echoed(self) -> str:
-        """The text that ``echo`` puts first: a last message of the assistant, else ""."""
+        """The text that ``echo`` repeats: the last message if it is the assistant's, else ""."""
         messages = self.request.messages
         if not self.request.echo or not messages or messages[-1].role != "assistant":
             return ""
@@ -115,7 +115,7 @@ class ChatAnswer:
         )
 
     def take(self, index: int, delta: Delta) -> tuple[str, str, list[dict[str, Any]] | None]:
-        """Add a delta to the token counts and return its new output of choice ``index``.
+        """Add a delta of choice ``index`` to the token counts and return the delta's output.
 
         Returns:
             New reasoning, new content and log-probabilities (None if not requested).
@@ -140,7 +140,7 @@ class ChatAnswer:
         return reasoning, content, logprobs
 
     def _with_reasoning(self, fields: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
-        """Add ``reasoning`` to ``fields``, under both names if the server is configured so."""
+        """Add ``reasoning`` to ``fields``, under both names if so configured; return ``fields``."""
         fields["reasoning_content"] = reasoning
         if self._context.options.emit_reasoning_alias:
             fields["reasoning"] = reasoning
@@ -151,7 +151,7 @@ class WholeChat(ChatAnswer):
     """A whole chat response, collected from deltas."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Add a delta of choice ``index``."""
+        """Add a delta of choice ``index`` to the response."""
         reasoning, content, logprobs = self.take(index, delta)
         choice = self.choices[index]
         choice.reasoning.append(reasoning)
@@ -172,7 +172,7 @@ class WholeChat(ChatAnswer):
         return body
 
     def _choice(self, index: int, choice: ChatChoiceState) -> dict[str, Any]:
-        """Return a choice of the ``chat.completion`` object."""
+        """Return the object of one choice in the ``chat.completion`` object."""
         assert choice.end is not None
         content = self.echoed + "".join(choice.content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -208,7 +208,7 @@ class ChatChunks(ChatAnswer):
         self.end = self._events.end
 
     def add(self, index: int, delta: Delta) -> bytes:
-        """Return the events of a delta of choice ``index``; b"" if there is nothing to send yet."""
+        """Return the events for a delta of choice ``index``; b"" if there is nothing to send."""
         choice = self.choices[index]
         reasoning, content, logprobs = self.take(index, delta)
         parts: list[bytes] = [] if choice.started else [self._first(index)]
@@ -236,7 +236,7 @@ class ChatChunks(ChatAnswer):
         logprobs: list[dict[str, Any]] | None,
         ids: list[int] | None,
     ) -> bytes:
-        """Return the event of a chunk with the fields ``message``."""
+        """Return the event of a chunk whose ``delta`` has the fields ``message``."""
         return self._events.of(self._fields(index, message, logprobs, ids))
 
     def _last(self, index: int, delta: Delta) -> bytes:
@@ -260,7 +260,7 @@ class ChatChunks(ChatAnswer):
 
     @staticmethod
     def _hold(choice: ChatChoiceState, reasoning: str, complete: bool) -> str:
-        """Keep reasoning of a choice until the reasoning is complete, and then return all of it.
+        """Hold back a choice's reasoning until it is complete, and then return all of it.
 
         Until then the result is "".
         """
@@ -278,7 +278,7 @@ class ChatChunks(ChatAnswer):
         logprobs: list[dict[str, Any]] | None = None,
         ids: list[int] | None = None,
     ) -> dict[str, Any]:
-        """Return a choice of a chunk. ``message``: the fields of its ``delta``."""
+        """Return the choice object of a chunk. ``message``: the fields of its key ``delta``."""
         choice = {
             "index": index,
             "delta": message,

@@ -44,8 +44,8 @@ class CompletionAnswer:
         context: the server's context.
         request: the request body.
         prompts: the prompts.
-        echoed: each prompt as text, or "" without ``echo``. It is the only text of the response if
-            ``max_tokens`` is 0.
+        echoed: each prompt as text, or "" without ``echo``. With ``max_tokens`` 0, the echoed
+            prompt is the only text of the response.
         rid: id of the request.
 
     Attributes:
@@ -81,7 +81,7 @@ class CompletionAnswer:
         }
 
     def _choice(self, prompt: TokenizedPrompt, text: str) -> CompletionChoiceState:
-        """Return the empty state of a choice. ``text``: the echoed prompt."""
+        """Return the initial state of a choice. ``text``: the echoed prompt; "" without echo."""
         logprobs = None
         if self.request.logprobs is not None:
             logprobs = CompletionLogprobs(
@@ -92,10 +92,10 @@ class CompletionAnswer:
         return CompletionChoiceState(prompt, text, logprobs)
 
     def take(self, index: int, delta: Delta) -> tuple[str, list[int]]:
-        """Add a delta to the token counts and log-probabilities, and return its new output.
+        """Add a delta of choice ``index`` to token counts and logprobs, and return its output.
 
         Returns:
-            New text and token ids of choice ``index``.
+            New text and new token ids of the choice.
         """
         choice = self.choices[index]
         text, ids = ("", []) if self._only_prompt else (delta.text, delta.token_ids)
@@ -128,7 +128,7 @@ class WholeCompletion(CompletionAnswer):
     """A whole completion response, collected from deltas."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Add a delta of choice ``index``."""
+        """Add a delta of choice ``index`` to the response."""
         text, ids = self.take(index, delta)
         self.choices[index].text.append(text)
         self.choices[index].token_ids += ids
@@ -142,7 +142,7 @@ class WholeCompletion(CompletionAnswer):
         }
 
     def _body(self, index: int, choice: CompletionChoiceState) -> dict[str, Any]:
-        """Return a choice of the ``text_completion`` object."""
+        """Return the object of one choice in the ``text_completion`` object."""
         assert choice.end is not None
         out: dict[str, Any] = {
             "index": index,
@@ -173,7 +173,7 @@ class CompletionChunks(CompletionAnswer):
         self.end = self._events.end
 
     def add(self, index: int, delta: Delta) -> bytes:
-        """Return the event of a delta of choice ``index``; b"" if there is nothing to send yet."""
+        """Return the event for a delta of choice ``index``; b"" if there is nothing to send yet."""
         choice = self.choices[index]
         first = not choice.started
         text, ids = self.take(index, delta)

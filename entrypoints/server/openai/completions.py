@@ -46,7 +46,7 @@ async def completions(
 def _params(
     context: Context, body: CompletionRequest, prompt: prompts.TokenizedPrompt
 ) -> SamplingParams:
-    """Return the sampling parameters for one prompt."""
+    """Return the sampling parameters that the body gives for one prompt."""
     room = prompts.remaining_context(context, prompt)
     wanted = body.max_tokens
     if wanted is None:

@@ -29,7 +29,7 @@ def stream_response(
 async def whole_response(
     request: Request, context: Context, job: Job, answer: WholeAnswer, headers: dict[str, str]
 ) -> Response:
-    """Run the job to its end and return one JSON body.
+    """Run the job to its end and return the whole answer as a JSON response.
 
     Raises:
         RequestError: a sequence failed, or the client disconnected.

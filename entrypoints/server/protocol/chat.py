@@ -19,14 +19,14 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class ContentPart(Body):
-    """One part of a message. Only ``type: "text"`` is accepted."""
+    """One part of a message's content. Only ``type: "text"`` is accepted."""
 
     type: str
     text: str | None = None
 
 
 class Message(Body):
-    """One message. ``reasoning`` is another name of ``reasoning_content``."""
+    """One message of a conversation. ``reasoning`` is another name of ``reasoning_content``."""
 
     role: Role
     content: str | Annotated[list[ContentPart], Field(max_length=4096)] | None = None

@@ -44,7 +44,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """Sampling and stopping fields shared by the OpenAI routes. None: the default."""
+    """The sampling and stopping fields that the OpenAI routes share; None: the default."""
 
     temperature: Annotated[Float, Field(ge=0.0, le=100.0)] | None = Field(
         None, description="0 is greedy; default 1"

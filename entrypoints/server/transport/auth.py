@@ -23,7 +23,7 @@ def _digest(text: str) -> bytes:
 
 
 class Authoriser:
-    """The check of API keys, with three levels of routes.
+    """The check of API keys, which divides the routes into three levels of access.
 
     Open routes need no key, client routes ``api_key``, admin routes ``admin_api_key``. The admin
     key is valid for all routes. Without an admin key, ``api_key`` is valid for admin routes too.
@@ -50,7 +50,7 @@ class Authoriser:
         return "admin" if path in self._admin_paths else "client"
 
     def check(self, level: str, header: str | None) -> None:
-        """Check the ``Authorization`` header for a level.
+        """Check that the ``Authorization`` header has a key for a level of routes.
 
         Raises:
             RequestError: the key is missing or wrong (401), or not the admin key (403).
@@ -73,7 +73,7 @@ class Authoriser:
         )
 
     def dependency(self) -> Callable[[Request], Awaitable[None]]:
-        """Return the FastAPI dependency that checks each request."""
+        """Return the FastAPI dependency that checks the key of each request."""
 
         async def authorise(request: Request) -> None:
             self.check(self.level(request.scope["path"]), request.headers.get("authorization"))
@@ -88,7 +88,7 @@ def _token(header: str | None) -> str:
 
 
 def require_guarded(app: FastAPI) -> None:
-    """Check that the dependency covers every route.
+    """Check that the authentication by :meth:`Authoriser.dependency` covers every route of ``app``.
 
     Raises:
         PluginLoadError: a route is not covered (a mounted app or a bare Starlette route).
@@ -102,7 +102,7 @@ def require_guarded(app: FastAPI) -> None:
 
 
 def leaf_routes(app: FastAPI) -> list[BaseRoute]:
-    """Return every route, including those of included routers.
+    """Return every route of ``app``, including those of included routers.
 
     Newer versions of FastAPI keep an included router as one route.
     """

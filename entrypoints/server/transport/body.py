@@ -29,7 +29,7 @@ THREAD_BYTES = 64 << 10  #: bodies larger than this are parsed off the event loo
 
 
 def body_of(model: type[M], *, optional: bool = False) -> Callable[[Request], Awaitable[M]]:
-    """Return a dependency that reads the body as ``model``.
+    """Return a FastAPI dependency that reads and validates the request's body as ``model``.
 
     Args:
         model: model of the body.
@@ -105,7 +105,7 @@ def _check_depth(value: Any) -> None:
 
 
 def install_schema(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """Add the body ``models`` to the components of ``app.openapi()``."""
+    """Add the schemas of request bodies, ``models``, to the components of ``app.openapi()``."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -21,7 +21,7 @@ DISCARD_SECONDS = 30.0  #: time limit for reading the rest of a body that was al
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits and two extensions.
+    """uvicorn's protocol for one connection, with time limits and two ASGI extensions.
 
     ``scope["extensions"]["glowplug.abort"]["call"]`` closes the connection at once and drops unsent
     bytes. ``scope["extensions"]["glowplug.write"]["call"]`` is :meth:`write_chunk`.
@@ -109,7 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._arm(DISCARD_SECONDS)
 
     def _arm(self, seconds: float) -> None:
-        """Set the deadline of the connection."""
+        """Set the time limit of the connection, ``seconds`` from now."""
         self._disarm()
         self._deadline = self.loop.call_later(seconds, self._expired)
 

@@ -24,14 +24,14 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class RequestGate:
-    """The outermost layer of the app.
+    """The outermost ASGI layer of the app.
 
-    It sets the request id, refuses malformed headers, limits the body, and counts, measures and
-    logs requests.
+    The layer sets the request id, refuses malformed headers, limits the body, and counts, measures
+    and logs requests.
 
     Args:
         app: the next layer.
-        max_body_bytes: largest body.
+        max_body_bytes: size of the largest accepted body in bytes.
         metrics: the server's metrics.
         log: the request log.
         polls: routes whose requests are logged at level debug.
@@ -77,7 +77,7 @@ class RequestGate:
             self._end(scope, record)
 
     def _end(self, scope: Scope, record: RequestRecord) -> None:
-        """Add the request to the metrics and to the log."""
+        """Add an ended request to the metrics and to the log."""
         path = getattr(scope.get("route"), "path", None)
         record.route = path or record.route
         record.seconds = time.monotonic() - record.started
@@ -94,7 +94,7 @@ def _request_id(headers: Headers) -> str:
 
 
 def _tagged(send: Send, record: RequestRecord) -> Send:
-    """Return a ``send`` that adds the request id to the response and records its status."""
+    """Return an ASGI ``send`` that adds the request id to the response and records its status."""
     id_header = (b"x-request-id", record.id.encode())
 
     async def tagged(message: Message) -> None:
@@ -111,7 +111,7 @@ def _without_id(headers: Headers) -> list[tuple[bytes, bytes]]:
 
 
 def _refuse_headers(headers: list[tuple[bytes, bytes]], max_body: int) -> RequestError | None:
-    """Return the error of headers that are malformed or beyond a limit; None otherwise."""
+    """Return an error if the headers are malformed or exceed a limit; None otherwise."""
     if (
         len(headers) > MAX_HEADERS
         or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES
@@ -133,9 +133,9 @@ def _too_large(max_body: int) -> RequestError:
 
 
 def _limited(receive: Receive, max_body: int) -> Receive:
-    """Return a ``receive`` that limits the body's size.
+    """Return an ASGI ``receive`` that raises RequestError if the body exceeds ``max_body`` bytes.
 
-    It raises RequestError beyond the limit. Chunked bodies, which state no length, are limited too.
+    Chunked bodies, which state no length, are limited too.
     """
     seen = 0
 

@@ -34,17 +34,17 @@ _HEADERS = [
 
 
 def event(value: object) -> bytes:
-    """Return one server-sent event."""
+    """Return the bytes of one server-sent event with ``value`` as JSON."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 def json_response(value: object, headers: dict[str, str] | None = None) -> Response:
-    """Return a JSON response."""
+    """Return a response with ``value`` as JSON."""
     return Response(orjson.dumps(value), headers=headers, media_type="application/json")
 
 
 class WholeAnswer(Protocol):
-    """A whole response, collected from the deltas of all choices."""
+    """Protocol of a whole response that is collected from the deltas of all choices."""
 
     def add(self, index: int, delta: Delta) -> None: ...
 
@@ -52,9 +52,10 @@ class WholeAnswer(Protocol):
 
 
 class Chunks(Protocol):
-    """A streamed response.
+    """Protocol of a streamed response that is made from the deltas of all choices.
 
-    ``add`` returns the events of a delta, or b"" if there is nothing to send yet.
+    ``add`` returns the events for a delta, or b"" if there is nothing to send yet; ``end`` returns
+    the last events.
     """
 
     def add(self, index: int, delta: Delta) -> bytes: ...
@@ -66,7 +67,7 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]  #: (index of the choice, its d
 
 
 async def collect_body(deltas: Deltas, answer: WholeAnswer) -> dict[str, Any]:
-    """Add all deltas to ``answer`` and return its body."""
+    """Add all deltas to ``answer`` and return the complete body."""
     async with aclosing(deltas) as source:
         async for index, delta in source:
             answer.add(index, delta)
@@ -74,7 +75,10 @@ async def collect_body(deltas: Deltas, answer: WholeAnswer) -> dict[str, Any]:
 
 
 async def event_chunks(deltas: Deltas, chunks: Chunks) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes to write, with several events at once if the next delta has arrived."""
+    """Yield the bytes of all events to write.
+
+    Events are joined while the sequence's next delta has already arrived.
+    """
     held = b""
     try:
         async with aclosing(deltas) as source:
@@ -91,7 +95,7 @@ async def event_chunks(deltas: Deltas, chunks: Chunks) -> AsyncGenerator[bytes, 
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects. The request's body must have been read before."""
+    """Wait until the client disconnects. The request's body must already have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -161,7 +165,7 @@ class EventStream(Response):
                 await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, scope: Scope, send: Send) -> None:
-        """Send the response."""
+        """Send the headers and all events, one write at a time."""
         async with aclosing(self._source) as source:
             first = await anext(source)
             headers = [
@@ -188,7 +192,7 @@ class EventStream(Response):
 
 
 def _record(scope: Scope) -> RequestRecord:
-    """Return the request's log record, or an unused one where the outermost layer is missing."""
+    """Return the request's log record; an unused one if :class:`RequestGate` is not installed."""
     return scope.get(RECORD) or RequestRecord("", "", "")
 
 
@@ -198,9 +202,9 @@ def _write_nothing(body: bytes) -> bool:
 
 
 class _StallGuard:
-    """The detection of blocked writes of one stream.
+    """A watchdog that closes a stream's connection when one write has been blocked for too long.
 
-    One timer checks twice per ``seconds``, so that no timer is set for each chunk.
+    One timer checks twice per ``seconds``, the time limit, so that no chunk needs its own timer.
     """
 
     def __init__(self, scope: Scope, seconds: float) -> None:
