@@ -94,7 +94,7 @@ def _validated(
 def _new_refusals(found: Sequence[Explained], refusals: Sequence[Refusal]) -> list[Refusal]:
     """Return the refusals of ``found`` that are neither in ``refusals`` nor follow from them.
 
-    A list is not refused for the lack of items that were themselves refused.
+    For example, a list that is too short only because its items were refused is not refused again.
     """
     new: list[Refusal] = []
     for refusal in (one.refusal for one in found):

@@ -139,9 +139,9 @@ def from_delta(delta: Delta) -> RequestError | None:
 def from_validation(errors: list[Any]) -> RequestError:
     """Return an error that reports one of the problems pydantic found in a body, and its field.
 
-    The problem is the first, unless a union failed: pydantic then reports an error for each of its
-    members. An error of a member whose type matched is preferred, then one inside a field of an
-    object. Without either, the message lists the types of all members.
+    The first problem is reported. For a value of a union, pydantic reports one error for each
+    member type. Of these, the error of the member that has the value's type is preferred, then an
+    error in a field of an object; otherwise the message lists all member types.
 
     Args:
         errors: ``ValidationError.errors()``.

@@ -41,16 +41,17 @@ EMPTY16 = tl.constexpr(-0x8000)
 class PeerBuffers:
     """Receiving buffers of a group of ranks, as one of the ranks sees them.
 
-    A rank's buffers are 16-bit words [BUFFERS, ranks - 1, capacity], or half as many of 32 bits.
-    The second index is the distance from the receiving rank to the sending rank, less one.
+    A rank's buffers are 16-bit words [BUFFERS, ranks - 1, capacity]; numbers of 32 bits take two
+    words. The second index is the distance from the receiving to the sending rank, less one.
 
     Attributes:
         rank: this rank's number in the group.
         ranks: number of ranks in the group.
         capacity: 16-bit words that a rank can send to a peer in one call.
-        tile: 16-bit words per tile; fixed, because turns are counted for each tile.
+        tile: 16-bit words per tile; fixed, because calls are counted for each tile.
         peers: addresses of the ranks' buffers, int64 [ranks].
-        turns: turn of each tile, int32 [tiles].
+        turns: number of calls that have used each tile, modulo BUFFERS, int32 [tiles]: the index of
+            the buffer that the next call fills.
         fault: int64 [2]: 0, or 1 + number of the rank whose data did not arrive in time; and the
             address of an int32 of the host that is set to the same.
         limit: nanoseconds to wait for data; 0: no limit.

@@ -216,8 +216,9 @@ def _masked(step: ExpertsStep) -> MemoryUse:
 def _cutlass(step: ExpertsStep) -> MemoryUse:
     """Return the memory use of ``block_fp8.cutlass.CutlassExperts.experts``.
 
-    Each expert has a first row, the three sizes of each of two GEMMs, and three strides. Each GEMM
-    adds five pointers, two layouts and, within the library, its three sizes again for each expert.
+    Besides activations it counts the arrays that the library takes. For each expert these are the
+    number of its first row, three strides, and for each of two GEMMs three sizes, a copy of them in
+    the library, five pointers and two layouts.
     """
     layouts = 2 * CUTLASS_LAYOUT_INTS * NUMBER_BYTES
     per_expert = (
