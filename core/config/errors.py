@@ -40,7 +40,11 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def place(path: str, origins: Mapping[str, str]) -> str:
-    """Return the origin of ``path``, else of a key below it or of a parent; empty for none."""
+    """Return the origin of the value at ``path``, such as "engine.toml:12".
+
+    If there is none, the origin of a key below ``path`` or of its nearest parent is returned, or
+    "" if these have none either.
+    """
     if path not in origins:
         for key, where in origins.items():
             if key.startswith(f"{path}."):
@@ -98,7 +102,7 @@ def explain(
 def _unknown_component(
     problem: ErrorDetails, path: tuple[str | int, ...]
 ) -> tuple[tuple[str | int, ...], str] | None:
-    """Return (path, ``use``) of a section with an unknown ``use``; None for other errors."""
+    """Return the section's path and ``use`` if the error is an unknown ``use``, else None."""
     if problem["type"] == "union_tag_invalid":
         return path, str(problem.get("ctx", {}).get("tag", ""))
     if problem["type"] == "literal_error" and path and path[-1] == "use":  # a union of one member
@@ -227,7 +231,7 @@ def _known_options(use: str, fields: Iterable[str]) -> str:
 
 
 def _fields(model: type[BaseModel], path: Iterable[str | int]) -> list[str]:
-    """Return the keys of the section at ``path``, which belongs to no slot."""
+    """Return the keys of the section at ``path``; the section is not one of a slot."""
     current: Any = model
     for part in path:
         info = getattr(current, "model_fields", {}).get(str(part))
@@ -279,7 +283,7 @@ def _wrong_value(
 
 
 def _shown(path: tuple[str | int, ...], problem: ErrorDetails) -> str:
-    """Convert a refused value to text; of an API key the text states only that it is given."""
+    """Convert a refused value to text; for an API key, state only that one is given."""
     text = repr(problem["input"])
     text = text if len(text) <= 80 else text[:77] + "..."
     if path and str(path[-1]) in ("api_key", "admin_api_key"):
@@ -314,7 +318,7 @@ def _in_files(text: str) -> str:
 
 
 def _expected(problem: ErrorDetails) -> str:
-    """Return the accepted values as files spell them; "" if all values of a type are accepted."""
+    """Return the accepted values as in a file; "" if the error does not list accepted values."""
     return _in_files(str(problem.get("ctx", {}).get("expected", "")))
 
 

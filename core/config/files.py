@@ -197,18 +197,18 @@ _LISTS = frozenset({"parallel", "outputs"})
 def _replaced(
     section: str, value: Any, below: Any, over: Layer, under: Layer
 ) -> list[tuple[str, Any, str]]:
-    """Return the options of ``below`` that lose their effect because ``value`` has another ``use``.
+    """Return the options that lose their effect because another layer chooses another component.
 
     Args:
         section: path of the section.
-        value: the section in ``over``.
-        below: the section in ``under``.
+        value: the section in ``over``, with its ``use``.
+        below: the section in ``under``, with the options.
         over: the layer that takes precedence.
         under: the other layer.
 
     Returns:
-        (path, value, reason) of each; the reason states the origins of the option and of the other
-            ``use``.
+        (path, value, reason) of each option. The reason states where the option and the ``use`` in
+            ``over`` were given.
     """
     if (
         not isinstance(value, dict)

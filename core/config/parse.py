@@ -92,9 +92,10 @@ def _validated(
 
 
 def _new_refusals(found: Sequence[Explained], refusals: Sequence[Refusal]) -> list[Refusal]:
-    """Return the refusals of ``found`` that are neither in ``refusals`` nor follow from them.
+    """Return the refusals of ``found`` that are new and do not follow from ``refusals``.
 
-    For example, a list that is too short only because its items were refused is not refused again.
+    Example: some items of a list were refused and removed. That the list is now too short is no
+    new refusal.
     """
     new: list[Refusal] = []
     for refusal in (one.refusal for one in found):
@@ -131,12 +132,13 @@ def _flatten(value: Any, prefix: str, found: dict[str, Any]) -> None:
 def contribute(
     raw: Mapping[str, Any], contributed: Mapping[str, tuple[Any, str]], operator: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge defaults that plugins and the caller contribute under the operator's values.
+    """Add the defaults that plugins and the caller set to the operator's values.
 
-    A contributed option of a section is dropped if the operator chose another ``use`` there.
+    The operator's values take precedence. If the operator chose another ``use`` for a section,
+    the default options of that section are dropped.
 
     Returns:
-        The merged configuration, and the contributor of each contributed value by dotted path.
+        The merged configuration, and the plugin or caller that set each default, by dotted path.
     """
     data: dict[str, Any] = {key: plain_copy(value) for key, value in raw.items()}
     sources: dict[str, str] = {}
@@ -155,7 +157,7 @@ def contribute(
 
 
 def _replaces(section: Any, contributed: tuple[Any, str] | None) -> bool:
-    """Return whether the operator's section chooses another component than a contributed default.
+    """Return whether the operator chose another component than the section's default.
 
     Args:
         section: the section as the operator gave it; None if it was not given.
@@ -261,7 +263,8 @@ _LISTS = frozenset(slot.section for slot in SLOTS if slot.many)
 def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
     """Remove one refused key from ``data``, so that the rest can still be checked.
 
-    An item of a list of sections becomes None; a list of plain values is removed as a whole.
+    If the key is an item of a list of sections, the item becomes None. If it is an item of a list
+    of plain values, the whole list is removed.
     """
     if not path or path[0] == "model":
         data["model"] = "?"

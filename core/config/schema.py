@@ -169,7 +169,7 @@ def auto_options(slot: Slot) -> type[Options]:
 
 
 def canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
-    """Return the registered name for ``name``: itself, or the component that has it as an alias."""
+    """Return the registered name of a component, whose name or alias is ``name``."""
     found = plugins.components(slot.name)
     if any(registration.component.name == name for registration in found):
         return name

@@ -41,7 +41,8 @@ class Split:
         size: its size in units.
         unit: elements per unit, which stay together.
         columns: ranks split the columns (inputs); then every rank has the whole bias.
-        module: module path for messages, if one stands for several tensors; "" for the tensor's.
+        module: module path for messages; "" for the path of the tensor's own module. Several
+            tensors may have the same one.
     """
 
     dimension: str
@@ -85,7 +86,7 @@ class TensorSpec:
         return self.name.rpartition(".")[0]
 
     def copies(self, draft: int, layers: int) -> int:
-        """Return the number of these tensors that one next-token layer, or the target model, has.
+        """Return the number of these tensors in one next-token layer or in the target model.
 
         Args:
             draft: number of the next-token layer, or ``TARGET``.
@@ -111,11 +112,11 @@ class Inventory:
     unloaded: tuple[str, ...] = ()
 
     def role_of(self, name: str) -> str:
-        """Return the role of a checkpoint tensor, which decides how ranks split it, by its name.
+        """Return the role of the checkpoint tensor ``name``, which decides how ranks split it.
 
         The roles are the constants of ``weight_classes``, such as "heads" or "experts". Scales and
-        biases have the role of their module's weight. The exception is the bias of a weight whose
-        columns ranks split: every rank holds it all, so its role is "whole".
+        biases have the role of their module's weight, with one exception: if ranks split the
+        columns of the weight, every rank holds the whole bias, and its role is "whole".
         """
         return self._role(_NUMBERS.sub("*", name))
 
@@ -137,7 +138,7 @@ class Inventory:
 
     @cached_property
     def splits(self) -> tuple[SplitDimension, ...]:
-        """The dimensions that ranks split; one entry stands for all layers that are alike."""
+        """The dimensions that ranks split, with one entry for all layers that are alike."""
         found: dict[tuple[str, str], SplitDimension] = {}
         for spec in self.tensors:
             split = spec.split

@@ -95,7 +95,6 @@ USUAL_ENTRIES: dict[str, KVEntries] = {"mla": latent_entries, "mha": head_entrie
 def local_heads(heads: int, ranks: int) -> int:
     """Return the number of key heads that a rank holds.
 
-    The number is the rank's share of ``heads``. With fewer heads than ranks it is 1, and several
-    ranks hold the same head.
+    With fewer heads than ranks, the number is 1, and several ranks hold the same head.
     """
     return max(1, -(-heads // ranks))

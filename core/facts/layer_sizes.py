@@ -40,7 +40,7 @@ class LayerSizes:
     """Sizes of a model's layers that ``ModelFacts`` does not have for every model.
 
     Attributes:
-        value: elements of a head's value; 0 if a value has as many as a key.
+        value: elements of a head's value; 0 if a value has the same number as a key.
         query_rank: size of the latent of queries; 0 if queries are projected directly.
         width: intermediate size of a dense feed-forward layer.
         expert_width: intermediate size of a routed expert.
@@ -70,8 +70,8 @@ class SplitDimension:
         layer: module path of the layer, the first of its kind.
         dimension: name of the dimension, the one in config.json if it has one.
         full: size of the dimension in units.
-        role: role of the weight (``weight_classes``). There may be fewer units of ``KV_HEADS`` than
-            ranks; each is then held by several ranks.
+        role: role of the weight (``weight_classes``). With the role ``KV_HEADS``, there may be
+            fewer units than ranks; several ranks then hold the same unit.
         unit: elements per unit.
         quantized: block formats quantise this weight, so it can be split only at multiples of their
             block.
@@ -87,8 +87,8 @@ class SplitDimension:
     def parts(self, mesh: Mapping[str, int]) -> int:
         """Return the number of ranks that split the dimension.
 
-        With an exchange of tokens between experts ("ep"), the shared expert is split within a dp
-        group.
+        The shared expert is split by all tp ranks, or only by those of a dp group if ``mesh`` has
+        the axis "ep".
 
         Raises:
             ValueError: the axes of ``mesh`` do not divide its tp ranks.

@@ -54,7 +54,7 @@ def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def group(axis: str, rank: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the ranks that a collective of ``rank`` along ``axis`` connects, in their order."""
+    """Return the ranks, in order, that take part in a collective of ``rank`` along ``axis``."""
     tp = mesh.get("tp", 1)
     own = coordinates(rank, mesh)
     if axis_size(axis, mesh) == 1 or axis not in own:

@@ -279,7 +279,7 @@ class _Reader:
 
 
 def _block(value: Any, path: str) -> tuple[int, int] | None:
-    """Return the value of ``weight_block_size`` after checking it; None if config.json has none."""
+    """Check and return the value of ``weight_block_size``; None if config.json has none."""
     if value is None:
         return None
     if (
@@ -299,8 +299,8 @@ def _nextn(
 ) -> tuple[int, tuple[str, ...]]:
     """Return the number of multi-token-prediction layers, and remarks on them for the plan.
 
-    If the tensors are known, the number is that of the layers after the last regular one; else it
-    is the number that config.json states.
+    If the tensors are known, the layers after the last regular one are counted. Otherwise the
+    number is the one in config.json.
 
     Args:
         prefix: beginning of the names of layers' tensors.
@@ -318,9 +318,9 @@ def _nextn(
 def with_digest(facts: ModelFacts) -> ModelFacts:
     """Return ``facts`` with the digest of their weights.
 
-    ``facts`` without tensors, or with a digest, are returned unchanged. The digest covers names,
-    dtypes and shapes of all tensors, the size of each file that holds tensors, and samples of its
-    bytes, so that checkpoints of the same shape differ if their weights do.
+    ``facts`` without tensors, or already with a digest, are returned unchanged. The digest covers
+    names, dtypes and shapes of all tensors, the size of each file that holds tensors, and samples
+    of its bytes. Checkpoints of the same shape thus have different digests if their weights differ.
     """
     if facts.digest or not facts.tensors:
         return facts
@@ -336,7 +336,7 @@ def with_digest(facts: ModelFacts) -> ModelFacts:
 
 
 def _sample(file: Path, count: int, update: Callable[[bytes], object]) -> None:
-    """Pass a file's size and ``count`` samples, evenly spaced up to its end, to ``update``."""
+    """Call ``update`` with a file's size and ``count`` samples, evenly spaced up to its end."""
     size = file.stat().st_size
     update(size.to_bytes(8, "little"))
     with open(file, "rb", buffering=0) as stream:

@@ -90,9 +90,9 @@ def read_tensors(folder: Path | str) -> dict[str, TensorFact]:
     """Return all tensors of a model folder by name; {} if it has no weights.
 
     Raises:
-        WeightError: a file of the index is missing (without an index: a file of a numbered series
-            such as "00001-of-00002"); a tensor is missing, is in two files or is not in the index;
-            or the folder has only pickled weights, which are never read.
+        WeightError: a file is missing that the index names or, without an index, one of a numbered
+            series such as "00001-of-00002"; a tensor is missing, is in two files or is not in the
+            index; or the folder has only pickled weights, which are never read.
     """
     folder = Path(folder)
     index = folder / INDEX_NAME
@@ -246,7 +246,7 @@ def _merge(tensors: dict[str, TensorFact], found: dict[str, TensorFact], folder:
 
 
 def _read_indexed(folder: Path, index: Path) -> dict[str, TensorFact]:
-    """Return the tensors of a folder with an index, after checking files against the index."""
+    """Return the tensors of a folder with an index, and check its files against the index."""
     weight_map = _weight_map(index)
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (folder / file).is_file()]

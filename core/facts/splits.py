@@ -1,4 +1,4 @@
-"""A check that a mesh divides the dimensions of a model that ranks split. Plan zone: no torch.
+"""A check that ranks can split the dimensions of a model evenly. Plan zone: no torch.
 
 Model families declare the dimensions (``ModelFacts.splits``).
 """
@@ -12,7 +12,7 @@ from glowplug.core.facts.model_facts import ModelFacts
 
 
 def uneven(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[SplitDimension]:
-    """Return the dimensions that the ranks of ``mesh`` cannot split evenly, each name once.
+    """Return the dimensions that the ranks of ``mesh`` cannot split evenly, one for each name.
 
     Raises:
         ValueError: the axes of ``mesh`` do not divide its tp ranks.
@@ -25,9 +25,9 @@ def uneven(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[S
 
 
 def fitting_sizes(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[int]:
-    """Return the sizes of tp, from the mesh's downwards, with which all dimensions split evenly.
+    """Return the sizes of the axis "tp" with which ranks can split all dimensions evenly.
 
-    The other axes of the mesh stay as they are.
+    The sizes are in descending order and at most that of ``mesh``; other axes stay unchanged.
     """
     sizes = range(mesh.get("tp", 1), 0, -1)
     return [size for size in sizes if _fits(model, {**mesh, "tp": size}, block)]

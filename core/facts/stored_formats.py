@@ -16,7 +16,7 @@ Stored = Callable[[ModelFacts, int, int], Mapping[str, TensorFact]]
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """The tensors of a quantised checkpoint whose names end alike, and their form after loading.
+    """Tensors of a quantised checkpoint with the same name ending, and their form after loading.
 
     Attributes:
         leaf: last part of the tensors' names, for example "weight_scale".
@@ -49,7 +49,7 @@ class StoredFormat:
     """The format of one checkpoint's quantised weights.
 
     Args:
-        leaves: its tensors by name ending; of several entries for a name and dtype, the first
+        leaves: the tensors by name ending. Of entries with the same ending and dtype, the first
             counts.
         stored: function that returns the tensors of one weight; None if weights are stored as one
             tensor in the model's dtype.

@@ -40,9 +40,9 @@ def pick(proposal: Proposal, slot: Slot) -> None:
 
 
 def contributed(proposal: Proposal, slot: Slot) -> str:
-    """Return the name of the component that a plugin or the caller sets as the slot's default.
+    """Return the component's name that a plugin or the caller sets as the slot's default.
 
-    The result is "" if the operator gave ``use``, or no default is set.
+    The result is "" if neither sets a default, or if the operator's ``use`` replaces it.
     """
     path = f"{slot.section}.use"
     return (
@@ -53,9 +53,10 @@ def contributed(proposal: Proposal, slot: Slot) -> str:
 
 
 def _candidates(proposal: Proposal, slot: Slot) -> list[Registration]:
-    """Return the candidates for an open slot in order of preference; contributed defaults first.
+    """Return the candidates for an open slot in order of preference.
 
-    If any of them supports the model's attention kind, only such candidates are included.
+    The default that a plugin or the caller sets is first. If any candidate supports the model's
+    attention kind, candidates that do not support it are left out.
     """
     kind = proposal.facts.model.kind
     wanted = contributed(proposal, slot)
@@ -119,7 +120,7 @@ def _against(
 ) -> Refusal | None:
     """Return the first refusal that the candidate in the slot causes, or None.
 
-    Refusals that also occur with the slot empty do not count.
+    A refusal that would also occur if the slot were empty does not count.
     """
     for refusal in component_checks(proposal, slot, component, chosen):
         return refusal
@@ -133,9 +134,9 @@ def _against(
 
 
 def unfit(proposal: Proposal, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
-    """Return the refusals of a component's own check, and those of libraries that options name.
+    """Return the refusals of a component's own check, and of missing libraries for its GEMMs.
 
-    Libraries are left out if the component's own check refuses the component itself, because no
+    Libraries are not checked if the own check refuses the component as a whole, because no
     library would help then.
     """
     own = own_check(proposal, slot, component, chosen)

@@ -84,11 +84,11 @@ def _draft_alone(proposal: Proposal, family: str) -> Refusal:
 
 
 def _take_given(proposal: Proposal, slot: Slot) -> bool:
-    """Fill a slot with the components that the operator or a default names.
+    """Fill a slot with the components that the operator or the slot's own default names.
 
     Returns:
-        False if the slot stays open, because ``use`` is "auto" or a contributed default. A
-        contributed component is tried first and replaced if it does not fit.
+        True if the slot was filled. False if candidates have to be tried: ``use`` is "auto", or
+        is a default that a plugin or the caller sets, which is replaced if it does not fit.
     """
     if slot.many:
         _take_many(proposal, slot)
@@ -184,10 +184,10 @@ def _hosts(proposal: Proposal) -> int:
 
 
 def _decide_overlap(proposal: Proposal) -> None:
-    """Decide whether a step is launched before the results of the last one are read.
+    """Decide whether steps overlap: one is launched before the last one's results are read.
 
-    By default steps overlap on a device, where the host would wait otherwise, if all components
-    allow it.
+    By default steps overlap on a GPU, where the host would otherwise wait, and not on a CPU. All
+    components of a step must allow it.
     """
     given = proposal.config.scheduler.overlap
     wanted = proposal.values.device != "cpu" if given is None else given

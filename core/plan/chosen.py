@@ -22,7 +22,7 @@ class HoldsChosen(Protocol):
 
 
 class SlotAttribute(Generic[OffersT, OptionsT]):
-    """A descriptor that returns the components chosen for the slot whose name the attribute has.
+    """A descriptor that returns the components chosen for a slot; the attribute has its name.
 
     Attributes:
         slot: name of the slot.

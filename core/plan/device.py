@@ -93,9 +93,9 @@ def choose_dtypes(proposal: Proposal) -> None:
 
 
 def _dtype(proposal: Proposal) -> tuple[str, str, str]:
-    """Return the compute dtype, with ``by`` and ``why`` of its decision.
+    """Return the compute dtype, and the fields ``by`` and ``why`` of its decision.
 
-    The dtype is the given one, or follows from device and checkpoint.
+    The dtype is the given one, else it follows from device and checkpoint.
     """
     given = proposal.config.dtype
     checkpoint = proposal.facts.model.dtype

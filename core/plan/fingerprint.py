@@ -117,7 +117,10 @@ def _digits(content: dict[str, Any]) -> str:
 
 
 def _content(facts: ModelFacts) -> list[Any]:
-    """Return a model's content for a hash: without path, and with tensors if there is no digest."""
+    """Return the facts of a model that a fingerprint covers.
+
+    The path is left out. Tensors are included only if there is no digest of the weights.
+    """
     return [
         facts.architecture,
         facts.format,
@@ -132,7 +135,10 @@ def _component(choice: Choice) -> list[str]:
 
 
 def _options(plan: EnginePlan, choice: Choice) -> dict[str, Any]:
-    """Return a component's options without the draft's folder, whose content counts instead."""
+    """Return the options of a component that a fingerprint covers.
+
+    The path of the draft's folder is left out, because the content of the folder is covered.
+    """
     folder = plan.facts.draft.path if plan.facts.draft is not None else None
     return {
         name: value

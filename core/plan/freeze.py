@@ -95,9 +95,9 @@ def _choices(proposal: Proposal) -> tuple[Choice, ...]:
 
 
 def _record_options(proposal: Proposal, unused: Mapping[str, str]) -> None:
-    """Record decisions for given values that no pass decided, and mark given values as notable.
+    """Record decisions for given values that no pass decided; mark given values as notable.
 
-    If a given value has no effect, its reason states that too.
+    If a given value has no effect, the reason of its decision states so.
     """
     decided = {decision.field for decision in proposal.decisions}
     for path, value in proposal.parsed.operator.items():
@@ -127,10 +127,13 @@ def _given(proposal: Proposal, decision: Decision) -> bool:
 
 
 def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
-    """Return a given decision as notable, with a reason that states if the value has no effect.
+    """Return the decision for a given value as notable.
 
-    Values that leave the choice to the plan (None, "auto") are never called without effect.
-    ``idle``: reason by field, for options without effect.
+    If the value has no effect, the reason states so. Values that leave the choice to the plan
+    (None, "auto") always count as having an effect.
+
+    Args:
+        idle: reason by field, for options without effect.
     """
     why = idle.get(decision.field, "") if decision.value not in (None, "auto") else ""
     return replace(

@@ -82,10 +82,9 @@ def _facts(
 ) -> Facts | None:
     """Return the facts of the model and of ``hardware``, with the packages of that machine.
 
-    If a sheet states packages, no others are available to built-in components. Two kinds of
-    packages are taken from this environment if the sheet leaves them out: torch, which every
-    installation has, and packages that only third-party plugins need, which are installed with
-    these plugins.
+    If a sheet states packages, built-in components can use no others. If the sheet leaves them
+    out, two kinds of packages are taken from this environment: torch, which every installation
+    has, and packages that only third-party plugins need.
 
     NOTE: another machine has its own build of torch, whose CUDA version is not known here.
 

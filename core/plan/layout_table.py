@@ -38,10 +38,10 @@ def _row(what: str, choice: str, why: str) -> Row:
 def blocks(count: int, each: int, what: str) -> str:
     """Return the numbers below ``count`` in blocks of ``each``, as ``rank 0-7 | 8-15``.
 
-    ``what``: name of one number, such as "rank". If there are many blocks, middle ones are left
-    out.
-
     Of many blocks, middle ones are left out.
+
+    Args:
+        what: name of one number, such as "rank".
     """
     spans = [span(start, min(start + each, count)) for start in range(0, count, each)]
     if len(spans) > SHOWN_BLOCKS:
@@ -55,9 +55,9 @@ def span(start: int, stop: int) -> str:
 
 
 def _axes(plan: EnginePlan) -> str:
-    """Return the number of ranks that share attention, and an expert, as text.
+    """Return text on how many ranks share attention, and how many share each expert.
 
-    The text also states if these ranks are on several hosts.
+    The text also states if the ranks that share are on several hosts.
     """
     heads = axis_size("attn_tp", plan.mesh)
     width = axis_size("moe_tp", plan.mesh)
@@ -98,7 +98,7 @@ def _experts(plan: EnginePlan) -> Iterator[Row]:
 
 
 def _splits(plan: EnginePlan) -> Iterator[Row]:
-    """Yield a table row for each dimension that ranks split: the number of its units per rank."""
+    """Yield a table row for each dimension that ranks split, with its number of units per rank."""
     seen: set[str] = set()
     for split in plan.facts.model.splits:
         parts = split.parts(plan.mesh)
@@ -161,7 +161,10 @@ def _exchange(plan: EnginePlan) -> str:
 
 
 def total_rows(plan: EnginePlan) -> list[tuple[str, str, int]]:
-    """Return (name, why, bytes) of total memory, for each run of ranks with equal totals."""
+    """Return the rows of total memory as (name, why, bytes).
+
+    Neighbouring ranks with equal totals share a row.
+    """
     totals = [sum(line.on(rank) for line in plan.budget) for rank in range(plan.ranks)]
     limit = _device_memory(plan)
     if len(set(totals)) == 1:
@@ -174,7 +177,7 @@ def total_rows(plan: EnginePlan) -> list[tuple[str, str, int]]:
 
 
 def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the index range (first, stop) of each run of equal neighbours in ``values``."""
+    """Divide ``values`` into runs of equal neighbours; yield the indices (first, stop) of each."""
     first = 0
     for at in range(1, len(values) + 1):
         if at == len(values) or values[at] != values[first]:

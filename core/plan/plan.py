@@ -67,7 +67,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class BudgetLine:
-    """Estimated memory of each rank for one purpose, which ranks compare with measured memory.
+    """Estimated memory for one purpose on each rank; ranks compare it with measured memory.
 
     Attributes:
         name: name of the line.

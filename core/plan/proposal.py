@@ -153,14 +153,14 @@ class Proposal:
 
     @property
     def exchanges(self) -> bool:
-        """Tokens move between ranks, so the number of tokens in a layer differs between steps."""
+        """Ranks exchange tokens, so the number of tokens in a layer differs between steps."""
         ranks = self.values.ranks
         return ranks > 1 and any(chosen.offers.exchanges for chosen in self.parallel)
 
     def step_path(self) -> Iterable[tuple[Slot, Chosen]]:
         """Yield the components that take part in a step, with their slots.
 
-        During a trial, only the components that the choice for the slot on trial affects are
+        During a trial, only components that are affected by the choice for the trial's slot are
         included.
         """
         slots = STEP_SLOTS
@@ -171,7 +171,7 @@ class Proposal:
                 yield slot, chosen
 
     def origin(self, slot: str, name: str) -> str:
-        """Return distribution and version of the plugin of a component, for refusals."""
+        """Return the distribution and version of a component's plugin, for refusals."""
         return self.plugins.source_of(slot, name).origin
 
     def context(self, options: Options | Section) -> CheckContext:

@@ -108,7 +108,7 @@ def _refusals(inputs: Inputs, proposal: Proposal | None) -> list[Refusal]:
 def _enriched(parsed: Parsed, proposal: Proposal) -> list[Refusal]:
     """Return the refusals of parsing, with a longer reason for an unknown quantization.
 
-    That reason also states if the checkpoint is already quantized.
+    The longer reason also states if the checkpoint is already quantized.
     """
     name = parsed.unknown.get("quantization")
     if name is None or proposal.facts.model.quant_method == "none":
@@ -128,8 +128,8 @@ def _enriched(parsed: Parsed, proposal: Proposal) -> list[Refusal]:
 def _judged(proposal: Proposal) -> Proposal:
     """Run passes three and four on ``proposal`` and return it.
 
-    If the given device is refused, refusals that would not occur on another device are only
-    consequences and are dropped.
+    If the given device is refused, only refusals that would also occur on another device are
+    kept; the others follow from the refused device.
     """
     choose(proposal)
     _check(proposal)

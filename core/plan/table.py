@@ -23,7 +23,7 @@ def render(plan: EnginePlan, width: int | None = None, brief: bool = False) -> s
 
     Args:
         width: width in characters; None for the terminal's. Long reasons wrap.
-        brief: show only given values, notable decisions and memory, and a line that states how to
+        brief: show only given values, notable decisions and memory. A last line states how to
             show the rest.
     """
     width = width or shutil.get_terminal_size((120, 24)).columns
@@ -54,8 +54,8 @@ def rows(plan: EnginePlan, brief: bool = False) -> list[tuple[str, str, str, str
     """Return the table's rows: decisions, the layout of several ranks, and budget lines.
 
     Args:
-        brief: leave out the layout and all decisions but those that are the operator's or notable.
-            The model is left out too, because the line above the table names it.
+        brief: keep only decisions of the operator, notable decisions, and budget lines. The model
+            is left out too, because the line above the table names it.
     """
     kept = [
         decision
@@ -80,7 +80,7 @@ def rows(plan: EnginePlan, brief: bool = False) -> list[tuple[str, str, str, str
 
 
 def _spread(line: BudgetLine) -> str:
-    """Return the bytes of the rank with the fewest as text; empty if all have equally many."""
+    """Return the smallest number of bytes of any rank as text; "" if all ranks have equal ones."""
     return f" ({human(min(line.ranks))} on the lightest)" if line.ranks else ""
 
 
@@ -95,7 +95,8 @@ def shown(value: Any) -> str:
 def table(lines: Sequence[Sequence[str]], width: int) -> Iterable[str]:
     """Yield the lines of a text table with aligned columns and a rule under its first line.
 
-    The second and the fourth column wrap; the fourth gets the rest of ``width``.
+    Long text wraps in the second and the fourth column. The fourth column is as wide as the
+    others leave room in ``width``.
     """
     sizes = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     sizes[1] = min(sizes[1], MAX_CHOICE)

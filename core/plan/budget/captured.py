@@ -32,8 +32,8 @@ class Captured:
 def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
     """Return the sizes of the steps that the graph runner captures.
 
-    The sizes are needed before the longest sequence is decided, which is taken to be the given
-    ``context_length``, or else the model's.
+    The longest sequence is not decided yet. It is taken to be the given ``context_length``, else
+    the model's longest sequence.
 
     Args:
         rows: most running sequences.
@@ -53,7 +53,7 @@ def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
 def _pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
     """Return the token counts for which passes with prompts are captured.
 
-    None are captured if ranks exchange tokens, because the number of exchanged rows differs between
+    The result is () if ranks exchange tokens, because the number of exchanged rows differs between
     steps.
     """
     runner = proposal.graphs
@@ -79,11 +79,11 @@ def _captures_extend(proposal: Proposal) -> bool:
 
 
 def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
-    """Return ``Sizes.short_keys`` and ``Sizes.short_rows``, for which second graphs are captured.
+    """Return ``Sizes.short_keys`` and ``Sizes.short_rows``: the sizes of graphs for short rows.
 
-    The graphs decode short rows by a faster kernel. The result is (0, ()) without such graphs: they
-    are captured only if rows can be longer than short ones, without drafts, and on one rank,
-    because other ranks may have longer rows.
+    These graphs are captured besides the usual ones and decode short rows by a faster kernel.
+    They are captured only if rows can also be longer, if there is no draft, and if ranks do not
+    exchange tokens (other ranks may have longer rows). Otherwise the result is (0, ()).
 
     Args:
         rows: most running sequences.
@@ -155,7 +155,7 @@ def _token_count_decision(
 def _given_counts(
     proposal: Proposal, field: str, counts: tuple[int, ...], left_out: list[int], limit: str
 ) -> Decision:
-    """Return the decision on batch sizes or token counts that were given for ``field``.
+    """Return the decision on the batch sizes or token counts that the option ``field`` gives.
 
     Args:
         left_out: given counts that are not captured.

@@ -40,8 +40,8 @@ def driver_bytes(
         sizes: number of captured batch sizes.
         layers: number of layers of the model.
         counts: number of captured token counts of passes with prompts.
-        drafts: passes of the draft model before a step. Each has a graph of its own, and there are
-            two more: for the positions of the draft's tokens and for those of the step's.
+        drafts: number of passes of the draft model before a step. Each pass has a graph. Two more
+            graphs compute the positions of the draft's tokens and of the step's tokens.
         extends: number of token counts for which the draft's pass over a step's tokens is captured.
     """
     beside = drafts + 2 if drafts else 0
@@ -52,10 +52,10 @@ def driver_bytes(
 def pool_bytes(decoding: int, passing: int, expandable: bool = False) -> int:
     """Return the bytes of the pool that all graphs share.
 
-    Decode steps are captured first. The blocks of a larger pass do not fit into those of the decode
-    steps, so both count in full (V3 on an H200: 499 and 1,564 MiB, pool 2,063 MiB). If the decode
-    steps' blocks are larger, or segments are expandable, they can hold most of the pass (V2-Lite:
-    282 and 181 MiB, pool 307 MiB).
+    Decode steps are captured first. If the pass is larger, its blocks do not fit into those of the
+    decode steps, and both count in full (V3 on an H200: 499 and 1,564 MiB, pool 2,063 MiB). If the
+    decode steps are larger, or segments are expandable, the blocks of the decode steps can hold
+    most of the pass (V2-Lite: 282 and 181 MiB, pool 307 MiB).
 
     Args:
         decoding: bytes that the allocator takes for the largest decode step alone.
@@ -151,8 +151,8 @@ def graph_line(
 def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[int], int]) -> int:
     """Return the bytes of the pool that all graphs share.
 
-    Without expandable segments, the logits of a decode step, and the tensors of sampling, do not
-    fit into the blocks that the step's activations have freed.
+    Without expandable segments, the logits and the tensors of sampling count in addition to the
+    activations of a decode step, because they do not fit into the blocks that these have freed.
     """
     tokens = captured.batch_sizes[-1] * proposal.values.width
     logits = int(tokens * proposal.facts.model.vocab_size * 4 * LOGIT_COPIES)

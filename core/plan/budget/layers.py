@@ -135,9 +135,9 @@ class LayerBytes:
         return int(tokens * size * (self._cast or self.element))
 
     def both(self, tokens: int) -> int:
-        """Return the bytes of tokens as the gate reads them, and as experts read them if different.
+        """Return the bytes of the input of a layer with experts, which the gate reads too.
 
-        Experts have a format of their own if they read quantised activations.
+        If experts read quantised activations, the input is held in two formats, and both count.
         """
         plain = tokens * self.model.hidden_size * self.element
         return plain + (self.cast(tokens, self.model.hidden_size) if self._cast else 0)

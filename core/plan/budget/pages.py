@@ -41,7 +41,7 @@ class Pages:
 
 
 def decide_pages(proposal: Proposal, counts: Counts, budget: Budget) -> Pages | Refusal:
-    """Return the pages of KV pool that fit into the memory left by the budget, or a refusal."""
+    """Return the pages of the KV pool that fit into the memory that is left, or a refusal."""
     size = counts.page_size
     token_bytes = kv_token_bytes(proposal)
     state_bytes = page_state_bytes(proposal)
@@ -159,9 +159,9 @@ def _auto_tokens(
 ) -> Decision | Refusal:
     """Return the decision for the default size of the KV pool, or a refusal.
 
-    The pool takes the memory that is left, up to a bound. On a device, the bound is ``KV_SPARE``
-    times the pages that running sequences can use, so that the prefix cache has room; on a CPU, it
-    is these pages or ``CPU_KV_CAP`` bytes, if fewer.
+    The pool takes the memory that is left, up to a bound. On a GPU, the bound is ``KV_SPARE``
+    times the pages that running sequences can use, so that the prefix cache has room. On a CPU,
+    the bound is the pages that running sequences can use, or ``CPU_KV_CAP`` bytes if that is less.
     """
     rows = counts.rows
     context = proposal.config.context_length or proposal.facts.model.max_positions
@@ -195,7 +195,7 @@ def _sequence_pages(proposal: Proposal, context: int, page_size: int) -> int:
 
 
 def _ahead(proposal: Proposal) -> int:
-    """Return the number of positions after the longest sequence that need pages too.
+    """Return the number of positions beyond the longest sequence for which a row needs pages.
 
     ``Sizes.positions`` includes these positions.
     """

@@ -117,8 +117,8 @@ def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
 def _largest_step(proposal: Proposal, counts: Counts, gathered: int) -> StepTokens:
     """Return the token counts of the largest step, which ``warmup.most_tokens`` runs.
 
-    Its longest row has a chunk of prompt tokens after the same number of cached tokens, if the
-    context length allows it.
+    The longest row of this step computes a chunk of prompt tokens. Before them it has the same
+    number of cached tokens, or fewer if the longest sequence has no room for as many.
     """
     width = proposal.values.width
     context = proposal.config.context_length or proposal.facts.model.max_positions

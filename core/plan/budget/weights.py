@@ -38,8 +38,8 @@ class Storage:
         keeps: quantised weights stay quantised.
         copies_latent: a second copy of the latent's up-projection is kept (a CPU lays it out for
             absorption).
-        online: bytes of an element that is quantised while loading; 0 if none is. The projections
-            to the latents then count as if they were not quantised.
+        online: bytes of an element that is quantised while loading; 0 if no weight is. The
+            projections to the latents then count as not quantised.
     """
 
     compute: int
@@ -120,7 +120,7 @@ def parts_of(role: str, model: ModelFacts, mesh: Mapping[str, int], exchange: bo
 def vocabulary_rows(vocab: int, mesh: Mapping[str, int], rank: int) -> int:
     """Return the number of rows that a rank holds of the embedding and of the head.
 
-    All ranks hold equally many rows, but the last ones may hold fewer.
+    All ranks hold the same number of rows, except that the last ones may hold fewer.
     """
     return deal(vocab, axis_size("attn_tp", mesh), coordinates(rank, mesh).get("attn_tp", 0))[1]
 

@@ -111,7 +111,10 @@ def check_width(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads("attention", "speculative")
 def check_first_key(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse attention that reads the first position if the draft's cache has no entry for it."""
+    """Refuse attention that reads every position of a draft's cache without a first entry.
+
+    Some algorithms' drafts store no cache entry for the first token of a sequence.
+    """
     chosen = proposal.attention
     speculative = proposal.speculative
     if chosen is None or speculative is None:

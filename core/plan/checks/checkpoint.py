@@ -31,7 +31,7 @@ def check_architecture(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads("weights")
 def check_weight_format(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse a weight source for another file format, and weights made up without request."""
+    """Refuse a weight source for another file format, and made-up weights without a request."""
     chosen = proposal.weights
     found = proposal.facts.model.format
     if chosen is None:
@@ -82,7 +82,7 @@ def _with_weights(proposal: Proposal, made_up: str) -> str:
 
 @reads("quantization")
 def check_quantization(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse a scheme that does not load the checkpoint's quantization or its block shape."""
+    """Refuse a scheme that cannot load the checkpoint's quantization or its block shape."""
     chosen = proposal.quantization
     model = proposal.facts.model
     if chosen is None:
@@ -140,7 +140,7 @@ def _unread(proposal: Proposal, chosen: ChosenOf[QuantizationOffers, Options]) -
 
 
 def stacking(proposal: Proposal, name: str) -> str:
-    """Return the reason why the scheme ``name`` cannot quantize a checkpoint that is quantized."""
+    """Return why the scheme ``name`` cannot be applied to an already quantized checkpoint."""
     return (
         f"the checkpoint is already quantized ({quantized_as(proposal.facts.model)}); "
         f"{name} would quantize it a second time"

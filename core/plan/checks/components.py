@@ -53,7 +53,7 @@ def _packages(
 def provider_checks(
     proposal: Proposal, slot: Slot, component: Component, chosen: Chosen
 ) -> Iterator[Refusal]:
-    """Refuse libraries that the component's options choose for GEMMs on CUDA but are missing."""
+    """Refuse missing libraries that a component's options choose for GEMMs on CUDA."""
     if proposal.values.device != "cuda" or not component.uses:
         return
     for name in chosen.options.provider_fields():

@@ -1,7 +1,7 @@
 """Generic checks of the mesh and of ranks: strategies, machine, collectives and executor.
 
-They check the list of strategies as a whole. Each strategy's own check covers whether the model's
-dimensions divide. Plan zone: no torch.
+They check the list of strategies as a whole. The own check of each strategy tests whether ranks
+can split the model's dimensions evenly. Plan zone: no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_mesh(proposal: Proposal) -> Iterator[Refusal]:
 
 @reads("parallel")
 def check_order(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse strategies in a wrong order, or beside the strategy for a single rank."""
+    """Refuse strategies in a wrong order, and the one for a single rank beside others."""
     held = proposal.parallel
     for chosen in held:
         if (
@@ -72,7 +72,7 @@ def check_order(proposal: Proposal) -> Iterator[Refusal]:
 def out_of_order(proposal: Proposal) -> bool:
     """Return whether the strategies in ``[[parallel]]`` are in a wrong order.
 
-    The strategies' own checks would then refuse ranks that later strategies define.
+    In a wrong order, a strategy's own check would refuse ranks that a later strategy defines.
     """
     places = [_place(chosen) for chosen in proposal.parallel]
     return places != sorted(places)

@@ -37,7 +37,10 @@ def _layer_user(proposal: Proposal) -> ChosenOf[SpeculativeOffers, SpeculativeOp
 
 @reads("speculative", "model")
 def check_nextn(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse speculation whose next-token layer is missing or cannot be built by the family."""
+    """Refuse speculation that needs a next-token layer if there is none to run.
+
+    The checkpoint may not have the layer, or the model family may not be able to build it.
+    """
     chosen = _layer_user(proposal)
     model = proposal.model
     if chosen is None or model is None:
@@ -169,7 +172,7 @@ def check_draft_weights(proposal: Proposal) -> Iterator[Refusal]:
 
 
 def tokenizer_difference(draft: str, target: str) -> str:
-    """Return how the text of token ids differs between two folders' tokenizer.json.
+    """Return in which token ids, and how, the tokenizer.json of two folders differ, as text.
 
     The result is "" if there is no difference, or a folder has no tokenizer.json.
     """
@@ -182,10 +185,10 @@ def tokenizer_difference(draft: str, target: str) -> str:
 
 @lru_cache(maxsize=64)
 def _difference(draft: str, target: str, draft_time: int, target_time: int) -> str:
-    """Return how the text of token ids differs between two tokenizer.json files.
+    """Return in which token ids, and how, two tokenizer.json files differ, as text.
 
-    The result is "" without a difference. Results are cached until a modification time (in ns)
-    changes, because checks run once per candidate.
+    The result is "" without a difference. It is cached until the modification time of a file (in
+    ns) changes, because checks run once per candidate.
     """
     del draft_time, target_time
     if _digest(draft) == _digest(target):

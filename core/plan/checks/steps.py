@@ -16,7 +16,7 @@ from glowplug.core.plugin.slots import SLOTS
 
 @reads("outputs")
 def check_output_kinds(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse output parsers whose kinds of output the server's answers have no field for."""
+    """Refuse output parsers with a kind of output that has no field in the server's answers."""
     kept = ", ".join(
         f'{{use = "{chosen.name}"}}'
         for chosen in proposal.outputs

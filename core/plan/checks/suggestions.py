@@ -17,10 +17,12 @@ from glowplug.core.plugin.slots import BY_NAME, Slot
 def suggestions(proposal: Proposal, slot: str, fits: Callable[[Any], bool]) -> list[str]:
     """Return the names of components that could replace a refused one in ``slot``.
 
-    Only components whose offers satisfy ``fits``, and that can run with this model, machine and
-    installed packages, are considered. Preferred are components that accept all other given options
-    and dtypes; without any, components that their own checks accept; without any of these either,
-    the result has all that are considered.
+    All of them have offers that satisfy ``fits``, and can run with this model, machine and
+    installed packages. The result is the first of these lists that is not empty:
+
+    1. components that accept all other given options and dtypes,
+    2. components that their own checks accept,
+    3. all components that can run.
     """
     place = BY_NAME[slot]
     registered = [found.component for found in proposal.plugins.components(slot)]
