@@ -32,8 +32,8 @@ class Layer:
         data: the values, a nested dict.
         origins: origin of each value by dotted path.
         refusals: refusals found while the values were read.
-        replaced: (path, value, reason) of each option whose component was replaced by another
-            layer.
+        replaced: (path, value, reason) of each option without effect, because another layer
+            chose another component.
     """
 
     data: dict[str, Any] = field(default_factory=dict)

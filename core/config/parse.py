@@ -109,7 +109,7 @@ def _new_refusals(found: Sequence[Explained], refusals: Sequence[Refusal]) -> li
 def by_path(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return every value of a nested dict by dotted path, sections included.
 
-    Items of a list of sections have their number as key.
+    In the paths, items of a list of sections have their number as key.
     """
     found: dict[str, Any] = {}
     _flatten(value, "", found)
@@ -132,7 +132,7 @@ def _flatten(value: Any, prefix: str, found: dict[str, Any]) -> None:
 def contribute(
     raw: Mapping[str, Any], contributed: Mapping[str, tuple[Any, str]], operator: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Add the defaults that plugins and the caller set to the operator's values.
+    """Merge the operator's values with the defaults that plugins and the caller set.
 
     The operator's values take precedence. If the operator chose another ``use`` for a section,
     the default options of that section are dropped.

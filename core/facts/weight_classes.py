@@ -1,4 +1,6 @@
-"""Classes of checkpoint tensors that are split over ranks and kept alike. Plan zone: no torch.
+"""Classes of checkpoint tensors, for counting their bytes. Plan zone: no torch.
+
+All tensors of a class are split over ranks, and stored after loading, in the same way.
 
 The byte budget uses sums per class instead of tensors: a checkpoint of 671 billion parameters has
 ninety thousand tensors, and planning must be fast enough to make ten thousand plans.

@@ -22,7 +22,9 @@ class HoldsChosen(Protocol):
 
 
 class SlotAttribute(Generic[OffersT, OptionsT]):
-    """A descriptor that returns the components chosen for a slot; the attribute has its name.
+    """A descriptor that returns the components chosen for a slot.
+
+    The attribute has the name of the slot.
 
     Attributes:
         slot: name of the slot.

@@ -61,10 +61,14 @@ def plan_fingerprint(plan: EnginePlan) -> str:
 def answers_fingerprint(plan: EnginePlan, text: str = "") -> str:
     """Return 16 hexadecimal digits for all that changes answers (``system_fingerprint``).
 
-    They cover the engine's version, the content of the checkpoint and of the draft, dtypes, device
-    and cards, the seed and limits of requests that give none, versions of the libraries that
-    components use, and the components that take part in a step, read weights or parse outputs,
-    without their operational options (``Options.marked``).
+    They cover:
+
+    - the engine's version, and the versions of the libraries that components use,
+    - the content of the checkpoint and of the draft,
+    - dtypes, device and cards,
+    - the longest sequence, and the default seed and output length of requests,
+    - the components that take part in a step, read weights or parse outputs, without their
+      operational options (``Options.marked``).
 
     Args:
         text: digest of the tokenizer and its chat template (``Tokenizer.digest``); "" without a

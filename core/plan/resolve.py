@@ -128,8 +128,8 @@ def _enriched(parsed: Parsed, proposal: Proposal) -> list[Refusal]:
 def _judged(proposal: Proposal) -> Proposal:
     """Run passes three and four on ``proposal`` and return it.
 
-    If the given device is refused, only refusals that would also occur on another device are
-    kept; the others follow from the refused device.
+    If the given device is refused, other refusals are kept only if they would also occur on
+    another device. The rest only follow from the refused device.
     """
     choose(proposal)
     _check(proposal)

@@ -1,8 +1,8 @@
 """Activations of a step on a device: the peak memory of the layers. No torch.
 
 The formulas follow ``core.layers``. A layer's caller holds the layer's input and residual until the
-layer returns. The layer itself holds the residual after a norm, the normed tokens in the format of
-their reader, and the memory of attention or of the feed-forward block.
+layer returns. The layer itself holds the residual after a norm, the normed tokens in the format in
+which they are read, and the memory of attention or of the feed-forward block.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class StepTokens:
     Attributes:
         own: tokens of this rank's dp group.
         gathered: tokens of all groups, which feed-forward layers compute.
-        longest: most tokens of one row.
-        cached: cached tokens before the ``longest`` ones of that row.
+        longest: number of tokens of the row with the most.
+        cached: number of tokens that this row has in the cache before the step.
     """
 
     own: int

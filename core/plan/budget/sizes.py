@@ -73,10 +73,10 @@ def _sizes(proposal: Proposal, counts: Counts, pages: Pages) -> Sizes:
 
 
 def _peak_tokens(proposal: Proposal) -> tuple[int, ...]:
-    """Return ``Sizes.peak_tokens``: token counts of steps that may hold more memory than larger ones.
+    """Return ``Sizes.peak_tokens``, as numbers of tokens in one dp group.
 
-    They count the tokens of one dp group. The quantization scheme's counts cover all groups,
-    so they are divided by the number of groups.
+    Steps with these token counts may hold more memory than larger steps. The quantization scheme
+    states the counts for all groups, so they are divided by the number of groups.
     """
     scheme = proposal.quantization
     if proposal.values.device != "cuda" or scheme is None or scheme.offers.peak_tokens is None:

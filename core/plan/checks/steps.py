@@ -42,7 +42,7 @@ DRAFTING_STEPS = frozenset({Mode.PREFILL, Mode.VERIFY, Mode.DRAFT_DECODE, Mode.D
 
 
 def needed_modes(proposal: Proposal) -> frozenset[Mode]:
-    """Return the modes of the steps that this combination runs."""
+    """Return the modes of all steps that the chosen components have to run."""
     speculative = proposal.speculative
     modes = PLAIN_STEPS
     if speculative is not None and speculative.offers.drafts:
