@@ -169,7 +169,10 @@ def auto_options(slot: Slot) -> type[Options]:
 
 
 def canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
-    """Return the registered name of a component, whose name or alias is ``name``."""
+    """Return the registered name of the component with the name or alias ``name``.
+
+    The result is ``name`` itself if there is no such component.
+    """
     found = plugins.components(slot.name)
     if any(registration.component.name == name for registration in found):
         return name
