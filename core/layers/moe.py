@@ -270,7 +270,7 @@ class Moe(Module):
 
     @staticmethod
     def _fused_shared_count(context: BuildContext, name: str, sizes: MoeSizes) -> int:
-        """Return the number of experts that the shared expert is fused as; 0: it is not fused."""
+        """Return the number of further experts that hold the shared expert; 0: it is not fused."""
         scheme = context.scheme_for(f"{name}.experts.0.gate_proj")
         together = (
             context.ops.route is not None

@@ -76,9 +76,9 @@ def complete(
 ) -> ModelReading:
     """Return ``facts`` with sizes and splits as the model's family declares, and element counts.
 
-    A family without an inventory has the inventory of a family with the same factory, which builds
-    the same tensors. Without any inventory, elements are counted from the tensor headers alone, and
-    a remark in the plan states that.
+    If the family has no inventory, that of another family with the same factory is used, since both
+    build the same tensors. If there is none either, elements are counted from the tensor headers
+    alone, and a remark in the plan states that.
 
     Args:
         facts: facts as a plugin read them.
@@ -134,7 +134,7 @@ def _builds(family: Family, architecture: str) -> bool:
 
 
 def _undeclared(family: Family, facts: ModelFacts) -> str:
-    """Return the remark for the plan on a family that declares no inventory.
+    """Return the remark, for the plan, that a family declares no inventory.
 
     Raises:
         FactsError: the model has no tensor headers either.

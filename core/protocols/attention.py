@@ -152,7 +152,8 @@ class AttentionBackend(Protocol):
 
         In a captured step, ``batch`` is the graph's own padded batch, whose device tensors are the
         same in capture and in every replay. All other tensors that captured kernels read must be in
-        persistent buffers, and keep the values of this graph's last call until its replay.
+        persistent buffers. The values that a call writes there for a graph must stay unchanged
+        until that graph is replayed.
 
         Args:
             batch: the step.
