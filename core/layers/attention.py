@@ -337,7 +337,7 @@ def _mla_input(context: BuildContext, name: str, sizes: MlaSizes, names: MlaName
 
 
 def _by_heads(context: BuildContext, name: str, inputs: int, heads: int, size: int) -> Linear:
-    """Return a projection with ``size`` outputs per head, whose ranks hold whole heads."""
+    """Return a projection with ``size`` outputs per head; ranks hold whole heads."""
     return Linear(context, name, inputs, [Part(name, heads * size, "heads", size)])
 
 

@@ -246,7 +246,7 @@ class Moe(Module):
         self._set_input_format(context)
 
     def _set_exchange(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
-        """Set the exchange of tokens between ranks, and what is left to the next norm."""
+        """Set the exchange of tokens between ranks, and which sums the next norm computes."""
         self._exchange = context.parallel.expert_exchange(name, sizes.experts)
         self.exchanges = self._exchange is not None
         stays = not (self.exchanges or context.parallel.moves_tokens)

@@ -41,7 +41,7 @@ class AttentionStep:
     Attributes:
         tokens: number of tokens of the step.
         longest: most tokens of one row of the step.
-        cached: number of tokens that the KV cache held before the step.
+        cached: number of tokens of the longest row that were cached before the step.
         heads: number of heads on this rank.
         all_heads: number of heads on all ranks.
         key: size of a head's query or key, in elements.
