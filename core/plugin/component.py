@@ -57,8 +57,9 @@ class Options(BaseModel):
         """Return the fields that change nothing in this plan, each with its reason (one clause).
 
         The method is called once, after the plan was accepted and every component and size is
-        decided. Fields that were not given, and fields left to the plan (None, "auto"), may be
-        included: they are not reported. An override extends the result of its base class.
+        decided. The result may include fields that the operator did not set, or left to the
+        plan (None, "auto"): these are not reported. An override extends the result of its base
+        class.
         """
         return {}
 

@@ -34,7 +34,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def register_models() -> list[Component]:  # type: ignore[empty-body]
-    """Return model families: builders of the ``architectures`` they offer (``ModelFamily``)."""
+    """Return model families, which build models of some architectures (``ModelFamily``)."""
 
 
 @hookspec

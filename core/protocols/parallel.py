@@ -115,7 +115,7 @@ class ParallelStrategy(Protocol):
     moves_tokens: bool
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
-        """Return this rank's part of a dimension; None: the strategies before this one decide.
+        """Return this rank's part of a dimension; None leaves it to the strategies before this one.
 
         Args:
             role: "column" (outputs), "row" (inputs), "vocab", "heads", "experts", "expert_width" or

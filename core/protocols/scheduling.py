@@ -69,7 +69,7 @@ class PrefixCache(Protocol):
         ...
 
     def evict(self, pages: int) -> NDArray[np.int32]:
-        """Give up at least ``pages`` pages if possible, the least recently used leaves first.
+        """Give up at least ``pages`` pages if possible, beginning with the least recently used.
 
         Returns:
             The pages given up.
