@@ -24,7 +24,7 @@ class InFlight:
 
     @property
     def waited(self) -> float | None:
-        """Seconds without device work before the step; None if the device is the host.
+        """Seconds without device work before the step; None if the device is the CPU.
 
         The value is valid once ``wait`` has returned.
         """
@@ -53,8 +53,8 @@ class InFlight:
 def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
     """Return the tensors of a step's results that the host reads.
 
-    These are ``tokens``, ``counts`` and ``bad``, and the log-probabilities if there are any.
-    Without log-probabilities, ``packed`` takes the place of the three if it is set.
+    These are ``tokens``, ``counts`` and ``bad``, and the log-probabilities if there are any. If
+    there are none and ``packed`` is set, it is the only one, since it contains the other three.
     """
     scores = accepted.logprobs
     if accepted.packed is not None and scores is None:

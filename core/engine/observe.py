@@ -40,8 +40,9 @@ class StepTimer:
     Attributes:
         steps: number of steps done.
         step_seconds: time in steps: from one result to the next, or from the launch after a pause.
-        bubble_seconds: time without device work before steps, as given to ``done``; where it is
-            not given, the time from the last result to the launch while nothing was in flight.
+        bubble_seconds: time without device work before steps: the sum of the times passed to
+            ``done``. For a step without such a time, it is the time from the last result to the
+            launch, if no step was in flight.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

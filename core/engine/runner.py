@@ -194,7 +194,7 @@ class Runner:
         set_device_fields(batch, views, wanted is not None, ends)
 
     def _exact_lengths(self, batch: Batch) -> NDArray[np.int32]:
-        """Return the exact ``kv_lens``, which the host can read only if the device is the CPU."""
+        """Return the exact ``kv_lens``; only on a CPU can the host read them without waiting."""
         decodes = batch.num_decodes
         batch.row_ids = torch.from_numpy(batch.rows).long()
         lengths = self.speculative.lengths(batch)

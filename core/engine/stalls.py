@@ -1,7 +1,7 @@
 """Detection of requests that a faulty component would hold for ever.
 
-Two contracts keep a request moving: with no step in flight and a sequence waiting or running, the
-scheduler has a step to launch; and every row that samples gains at least one token. A policy that
+Two contracts keep a request moving. If no step is in flight and a sequence waits or runs, the
+scheduler has a step to launch. Every row that samples gains at least one token. A policy that
 orders nothing, a scheduler that launches nothing or an algorithm that accepts nothing breaks them
 without an exception. :class:`StallWatch` counts turns and steps in which nothing moved, and names
 the component and the requests to end.

@@ -337,14 +337,14 @@ def _mla_input(context: BuildContext, name: str, sizes: MlaSizes, names: MlaName
 
 
 def _by_heads(context: BuildContext, name: str, inputs: int, heads: int, size: int) -> Linear:
-    """Return a projection with ``size`` outputs for each of ``heads`` heads, split by heads."""
+    """Return a projection with ``size`` outputs per head; ranks hold whole heads."""
     return Linear(context, name, inputs, [Part(name, heads * size, "heads", size)])
 
 
 def _output(
     context: BuildContext, name: str, heads: int, size: int, outputs: int, bias: bool
 ) -> Linear:
-    """Return the output projection, with ``size`` inputs for each head, split by heads."""
+    """Return the output projection, with ``size`` inputs per head; ranks hold whole heads."""
     part = Part(name, outputs, "replicated", bias=bias)
     return Linear(context, name, heads * size, [part], input_role="row", input_unit=size)
 

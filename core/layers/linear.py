@@ -46,7 +46,7 @@ class Both(NamedTuple):
 
 
 def both_formats(input_format: str) -> str:
-    """Return the format name under which ``Ops.fused`` holds the ops that return ``Both``."""
+    """Return the name, in ``Ops.fused``, of the format ``Both`` of plain and ``input_format``."""
     return f"{FORMAT_PLAIN}+{input_format}"
 
 
@@ -124,11 +124,12 @@ class Linear(Module):
             self._bind(self.methods[0], context)
 
     def _bind(self, method: LinearMethod, context: BuildContext) -> None:
-        """Replace ``forward`` by the only method's ``apply`` if the result needs no all-reduce.
+        """Set ``forward`` and ``forward_parts`` to the functions that the layer's one method needs.
 
-        ``forward_parts`` becomes the method's ``apply_parts``, if the method has one and norms add
-        up parts. If the next norm computes the all-reduce, ``forward_parts`` wraps this result in a
-        ``PartialSum``.
+        - Without an all-reduce, ``forward`` is the method's ``apply``. ``forward_parts`` is its
+          ``apply_parts`` if it has one and norms add up parts, else also ``apply``.
+        - If the next norm computes the all-reduce, ``forward_parts`` is ``forward_in_norm``.
+        - Otherwise both stay the layer's own ``forward``.
         """
         self._terms: Callable[[Any], Tensor | Parts] = method.apply
         if context.ops.adds_parts:
@@ -242,13 +243,16 @@ def agreed_format(consumers: Sequence[Any]) -> str:
 
 
 def producer(ops: Ops, name: str, *consumers: Any) -> Callable[..., Any]:
-    """Return the op ``name`` that returns the format shared by ``consumers``, or the plain op."""
+    """Return the variant of the op ``name`` that returns the format shared by ``consumers``.
+
+    If the ops table has no such variant, return the op itself, whose result is plain.
+    """
     wanted = agreed_format(consumers)
     return ops.fused.get((name, wanted)) or getattr(ops, name)
 
 
 def produced_format(ops: Ops, name: str, *consumers: Any) -> str:
-    """Return the format of the results of :func:`producer`."""
+    """Return the format of the results of the op that :func:`producer` returns."""
     wanted = agreed_format(consumers)
     return wanted if (name, wanted) in ops.fused else FORMAT_PLAIN
 
@@ -256,6 +260,6 @@ def produced_format(ops: Ops, name: str, *consumers: Any) -> str:
 def caster(ops: Ops, *consumers: Any) -> Callable[[Tensor], Tensor | Quantized] | None:
     """Return the function that casts plain activations to the format that ``consumers`` share.
 
-    None if the ops table has no cast to that format, for example because it is "plain".
+    Return None if the ops table has no cast to that format, for example if it is "plain".
     """
     return ops.fused.get(("cast", agreed_format(consumers)))

@@ -246,7 +246,7 @@ class Moe(Module):
         self._set_input_format(context)
 
     def _set_exchange(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
-        """Set the exchange of tokens between ranks, and what is left to the next norm."""
+        """Set the exchange of tokens between ranks, and which sums the next norm computes."""
         self._exchange = context.parallel.expert_exchange(name, sizes.experts)
         self.exchanges = self._exchange is not None
         stays = not (self.exchanges or context.parallel.moves_tokens)
@@ -270,7 +270,7 @@ class Moe(Module):
 
     @staticmethod
     def _fused_shared_count(context: BuildContext, name: str, sizes: MoeSizes) -> int:
-        """Return the number of experts that the shared expert is fused as; 0: it is not fused."""
+        """Return the number of further experts that hold the shared expert; 0: it is not fused."""
         scheme = context.scheme_for(f"{name}.experts.0.gate_proj")
         together = (
             context.ops.route is not None

@@ -41,7 +41,7 @@ class AttentionStep:
     Attributes:
         tokens: number of tokens of the step.
         longest: most tokens of one row of the step.
-        cached: number of tokens before the step's that are stored in the KV cache.
+        cached: number of tokens of the longest row that were cached before the step.
         heads: number of heads on this rank.
         all_heads: number of heads on all ranks.
         key: size of a head's query or key, in elements.
@@ -67,7 +67,7 @@ class DecodingRows:
     """The largest decode step of a rank.
 
     Attributes:
-        rows: number of rows: those of the sequence table, and one more.
+        rows: number of rows of the sequence table, plus one for padding rows.
         positions: most positions of a row.
         page_size: tokens per page.
         width: number of tokens of a row in the step.
@@ -150,7 +150,7 @@ class ExpertsStep:
 
 
 def tiled_rows(pairs: int, experts: int, tile: int) -> int:
-    """Return the most rows that pairs can take, sorted by expert and padded to whole tiles.
+    """Return the most rows there can be once pairs are sorted by expert and padded to tiles.
 
     Args:
         pairs: number of (token, expert) pairs.

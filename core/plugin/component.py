@@ -57,8 +57,9 @@ class Options(BaseModel):
         """Return the fields that change nothing in this plan, each with its reason (one clause).
 
         The method is called once, after the plan was accepted and every component and size is
-        decided. Fields that were not given, and fields left to the plan (None, "auto"), may be
-        included: they are not reported. An override extends the result of its base class.
+        decided. The result may include fields that the operator did not set, or left to the
+        plan (None, "auto"): these are not reported. An override extends the result of its base
+        class.
         """
         return {}
 
@@ -94,7 +95,7 @@ class ChosenOf(Generic[OffersT_co, OptionsT_co]):
     """A component chosen for a slot of a proposal: its name, parsed options and offers.
 
     Offers and options are instances of the slot's classes: ``plugin/loading.py`` refuses plugins
-    whose components have others.
+    whose components use other classes.
     """
 
     name: str
@@ -146,9 +147,9 @@ class Component:
             rank.
         offers: its capabilities, an instance of the slot's class in ``plugin/offers.py``.
         requires: packages it needs. If one is missing, the component is refused with that reason.
-        uses: libraries for options marked "provider": value of the option -> names of
-            distributions, at least one of which must be installed when this value is used on a
-            CUDA device. With "auto" the component works without the missing libraries.
+        uses: value of an option marked "provider" -> names of distributions. When the value is
+            used on a CUDA device, at least one of these must be installed. With "auto" the
+            component works without the missing ones.
         check: pure function that yields refusals of combinations that offers cannot express.
         contract: version of the protocols it was written for.
         summary: one line for ``glowplug plugins`` and the docs.

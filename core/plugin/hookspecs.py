@@ -34,7 +34,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def register_models() -> list[Component]:  # type: ignore[empty-body]
-    """Return model families: builders of the ``architectures`` they offer (``ModelFamily``)."""
+    """Return model families, which build models of some architectures (``ModelFamily``)."""
 
 
 @hookspec
@@ -153,7 +153,7 @@ def contribute_defaults(facts: Facts) -> dict[str, Any]:  # type: ignore[empty-b
 
 @hookspec
 def check_plan(context: CheckContext) -> list[Refusal]:  # type: ignore[empty-body]
-    """Return refusals of combinations that the check of no single component covers.
+    """Return refusals of combinations that no component's own check covers.
 
     The hook must be a pure function of ``context``.
     """

@@ -179,7 +179,7 @@ def _undo(manager: pluggy.PluginManager, source: PluginSource) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as ``Type: message (file:line)``, by its innermost frame with a file."""
+    """Return an exception as ``Type: message (file:line)``, of the innermost frame with a file."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = [
         frame

@@ -1,4 +1,4 @@
-"""Facts of a model together with what its family and the format of its weights declare. No torch.
+"""Facts of a model, completed by its family and by the format of its weights. No torch.
 
 Facts are read before components are chosen. The family is found by the architecture among the
 registered model families, the format by ``quant_method`` among the quantization schemes.
@@ -53,7 +53,7 @@ def families(registered: Iterable[Registration]) -> Iterator[Family]:
 
 
 def architecture_rules(registered: Iterable[Registration]) -> ArchitectureRules:
-    """Return what is needed to read config.json, as model families declare it.
+    """Return the declarations of all model families that are needed to read config.json.
 
     If several families declare an architecture, the first one counts.
     """
@@ -74,11 +74,11 @@ def architecture_rules(registered: Iterable[Registration]) -> ArchitectureRules:
 def complete(
     facts: ModelFacts, models: Sequence[Registration], schemes: Sequence[Registration]
 ) -> ModelReading:
-    """Return ``facts`` with sizes and splits as the model's family declares, and element counts.
+    """Return ``facts`` with its family's layer sizes and split dimensions, and element counts.
 
-    A family without an inventory has the inventory of a family with the same factory, which builds
-    the same tensors. Without any inventory, elements are counted from the tensor headers alone, and
-    a remark in the plan states that.
+    If the family has no inventory, that of another family with the same factory is used, since both
+    build the same tensors. If there is none either, elements are counted from the tensor headers
+    alone, and a remark in the plan states that.
 
     Args:
         facts: facts as a plugin read them.
@@ -134,7 +134,7 @@ def _builds(family: Family, architecture: str) -> bool:
 
 
 def _undeclared(family: Family, facts: ModelFacts) -> str:
-    """Return the remark for the plan on a family that declares no inventory.
+    """Return the remark, for the plan, that a family declares no inventory.
 
     Raises:
         FactsError: the model has no tensor headers either.

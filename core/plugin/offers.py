@@ -111,9 +111,9 @@ class AttentionOffers(Offers):
         reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
             on a device beside the KV cache; None for 0 bytes.
         short_keys: most keys of a short row; 0 if decoding does not depend on the length of rows.
-        short_rows: function from the number of heads on a rank to the batch sizes (in rows of one
-            token) for which a faster kernel decodes short rows (``Batch.longest`` is at most
-            ``short_keys``).
+        short_rows: function from the number of heads on a rank to batch sizes, in rows of one
+            token. At these sizes, a faster kernel decodes batches that have only short rows
+            (``Batch.longest`` is at most ``short_keys``).
     """
 
     kinds: frozenset[str] = frozenset()
@@ -151,8 +151,9 @@ class QuantizationOffers(Offers):
         fused_shared: the device can compute the shared expert fused, as further routed experts.
         experts_work: function from an ``ExpertsStep`` to the device memory of the routed experts;
             None if they hold only rows in the compute dtype.
-        peak_tokens: function from the scheme's options to the token counts at which routed experts
-            may reach a higher peak memory than in larger steps, because kernels change there.
+        peak_tokens: function from the scheme's options to token counts. Steps with so many
+            tokens may need more memory for routed experts than larger steps, which run other
+            kernels.
     """
 
     reads: frozenset[str] = frozenset()

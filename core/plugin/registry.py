@@ -182,7 +182,7 @@ class PluginSet:
         return self._models[key]
 
     def complete(self, facts: ModelFacts) -> ModelReading:
-        """Return ``facts`` with the sizes and splits that the family declares, and element counts.
+        """Return ``facts`` with its family's layer sizes and split dimensions, and element counts.
 
         Raises:
             FactsError: the family declares no inventory, and the model has no tensor headers.

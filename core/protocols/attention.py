@@ -147,12 +147,13 @@ class AttentionBackend(Protocol):
     def plan_step(self, batch: Batch, graph: object | None) -> None:
         """Prepare a step on the host and enqueue its copies to the device.
 
-        The planned step is enqueued before the next call, on the same stream, so that plans may
-        write to the same buffers in turn.
+        The planned step is enqueued before the next call, on the same stream. So every call may
+        write to the same buffers.
 
         In a captured step, ``batch`` is the graph's own padded batch, whose device tensors are the
         same in capture and in every replay. All other tensors that captured kernels read must be in
-        persistent buffers, and keep the values of this graph's last call until its replay.
+        persistent buffers. The values that a call writes there for a graph must stay unchanged
+        until that graph is replayed.
 
         Args:
             batch: the step.

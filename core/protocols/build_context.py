@@ -39,8 +39,8 @@ class BuildContext:
             step's tokens.
         first_layer: KV-pool number of this model's first layer; a draft model's layers follow the
             target's.
-        spare: positions beyond ``context`` that steps may touch with tokens whose results are
-            dropped.
+        spare: number of positions beyond ``context`` that steps may touch. The results of tokens
+            at these positions are dropped.
     """
 
     facts: ModelFacts

@@ -55,16 +55,16 @@ class Steps(Protocol):
 class GraphRunner(Protocol):
     """A store of captured graphs.
 
-    It keeps decode graphs: padded batches in persistent memory, with CUDA graphs of the pieces of
-    their step. It also keeps passes of the model over a padded number of tokens, captured piecewise
-    between the model's split points.
+    It keeps decode graphs: each has a padded batch in persistent memory and the CUDA graphs of the
+    step's pieces. It also keeps piecewise graphs: passes of the model over a padded number of
+    tokens, captured between the model's split points.
     """
 
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
         """Return (mode, padded batch size, width) of each step to capture.
 
-        Passes of the model without the rest of a step are captured besides, for the token counts
-        ``Sizes.pass_tokens`` (of the target) and ``Sizes.extend_tokens`` (of a draft).
+        The runner also captures passes of a model alone, without the rest of a step: of the target
+        for the token counts ``Sizes.pass_tokens``, of a draft for ``Sizes.extend_tokens``.
         """
         ...
 

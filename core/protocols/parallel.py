@@ -115,7 +115,7 @@ class ParallelStrategy(Protocol):
     moves_tokens: bool
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
-        """Return this rank's part of a dimension; None: the strategies before this one decide.
+        """Return this rank's part of a dimension; None leaves it to the strategies before this one.
 
         Args:
             role: "column" (outputs), "row" (inputs), "vocab", "heads", "experts", "expert_width" or
@@ -185,9 +185,10 @@ class Collectives(Protocol):
 
     Two further methods are optional. ``check() -> None`` raises a CollectiveError after a failure
     that only the device has noticed. ``reduced_norm(input_format, add_norm)`` returns a function
-    (terms, axis, residual, weight, eps) -> (normed, sum) that sums ``PartialSum.terms`` over the
-    ranks, adds the residual and norms the sum, as ``Ops.add_rms_norm`` does; ``add_norm`` is the
-    latter's variant for ``input_format``. With this method, layers pass ``PartialSum`` to norms.
+    (terms, axis, residual, weight, eps) -> (normed, sum). This function sums ``PartialSum.terms``
+    over the ranks, adds the residual and norms the sum. ``add_norm`` is the variant of
+    ``Ops.add_rms_norm`` whose results have the format ``input_format``. With ``reduced_norm``,
+    layers pass ``PartialSum`` to norms.
 
     Raises:
         CollectiveError: a peer has ended or does not answer within ``collectives.timeout``.

@@ -94,8 +94,8 @@ class Quantized(NamedTuple):
 class Parts(NamedTuple):
     """A [T, hidden] result whose terms have still to be summed.
 
-    The terms are the results of K experts for each token, or the rows of another sum, whose ids are
-    all 0.
+    For each token, the terms are the results of its K experts. They may also belong to another sum
+    than that of experts; then all ids are 0.
 
     Attributes:
         rows: terms with their weights applied, [T * K, hidden], in the activation dtype or float32.

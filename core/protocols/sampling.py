@@ -116,7 +116,7 @@ class Sampler(Protocol):
 
 
 class SpeculativeAlgorithm(Protocol):
-    """An algorithm that chooses the tokens that decoding rows compute, and accepts the results.
+    """An algorithm that drafts tokens for decoding rows and decides which of them are accepted.
 
     Decoding without speculation is the algorithm of width one.
     """
@@ -175,9 +175,9 @@ class SpeculativeAlgorithm(Protocol):
         prompts included.
 
         Args:
-            context: the target's build context, with ``first_layer`` the KV-pool number of the
-                first layer after the target's and, for a draft in a folder of its own, with the
-                ``facts`` of that folder.
+            context: the target's build context with two changes. ``first_layer`` is the KV-pool
+                number of the draft's first layer, which follows the target's layers. ``facts``
+                are those of the draft's folder, if it has one of its own.
             family: the target's model family.
             target: the target model.
         """

@@ -69,7 +69,7 @@ class PrefixCache(Protocol):
         ...
 
     def evict(self, pages: int) -> NDArray[np.int32]:
-        """Give up at least ``pages`` pages if possible, the least recently used leaves first.
+        """Give up at least ``pages`` pages if possible, beginning with the least recently used.
 
         Returns:
             The pages given up.
@@ -151,10 +151,9 @@ class Scheduler(Protocol):
         """Return the next step.
 
         Returns:
-            The step; None if there is nothing to do, or nothing before the batches in flight are
-            committed. With no batch in flight and a sequence waiting or running it is not None: the
-            engine tolerates None for a second, and then ends the sequences with an error that names
-            the scheduler (code "stalled").
+            The step; None if there is nothing to launch now. It must not be None when no batch is
+            in flight and a sequence waits or runs: after a second of such results, the engine ends
+            the sequences with an error that names the scheduler (code "stalled").
         """
         ...
 

@@ -184,11 +184,11 @@ class StepShape:
 
     Attributes:
         mode: the mode.
-        rows: number of rows of the rank that has most.
-        tokens: number of tokens of the rank that has most.
-        load: number of sequences that run or wait: those of this rank's group in the argument of
-            ``agree``, those of all groups in its result (0 without groups). Steps in flight need
-            not be counted, because ranks launch together.
+        rows: largest number of rows on any rank.
+        tokens: largest number of tokens on any rank.
+        load: number of sequences that run or wait. In the argument of ``agree`` it counts those
+            of this rank's group, in the result those of all groups (0 without groups). Steps in
+            flight need not be counted, because ranks launch together.
     """
 
     mode: Mode

@@ -85,8 +85,8 @@ class SplitPoints:
     def call(self, work: SplitCall, rows: tuple[Tensor, ...], width: int) -> Tensor:
         """Return ``work(*rows)``, or the result of ``replacement`` if one is set.
 
-        The result is read before the next split point only. Everything else that ``work`` reads is
-        the same in every step, except for the step's plan.
+        The result is read before the next split point only. Apart from ``rows`` and the step's
+        plan, ``work`` must read the same data in every step.
 
         Args:
             work: the function.
@@ -126,8 +126,8 @@ class DraftExtend:
 
     It matters above all for prompts. A rank has one object. The speculative algorithm sets the pass
     and calls it here in an eager step (``batch.pieces`` is ``DIRECT``); in a captured step the
-    pass is part of the step's pieces. The call may overwrite the result of the target's pass: only
-    ``hidden`` is read of that result, and not after this call.
+    pass is part of the step's pieces. The call reads ``hidden`` of the target's pass and may
+    overwrite that pass's results, so nothing may read them afterwards.
 
     Attributes:
         work: the pass; set by the algorithm in ``reserve``; None if it has no such pass.

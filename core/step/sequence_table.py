@@ -21,7 +21,7 @@ class SequenceTable:
     Attributes:
         tokens: int32 [R, C], prompt and committed output.
         length: int32 [R], committed tokens (prompt and output).
-        launched: int32 [R], tokens whose KV a launched step computes or has computed.
+        launched: int32 [R], tokens whose KV entries are cached, or computed by a launched step.
         prompt_len: int32 [R], prompt tokens.
         max_length: int32 [R], length at which the row's sequence ends.
         pages: int32 [R, P], page numbers; unused entries are 0, the scratch page.

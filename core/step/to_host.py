@@ -36,8 +36,8 @@ class Marks:
 class Copy:
     """A copy of a step's tensors on the way to the host.
 
-    ``wait`` may be called once, before ``BUFFERS`` more copies have begun. ``waited`` may be called
-    after ``wait``.
+    Call ``wait`` once, before ``BUFFERS`` later copies have begun: the last of them uses the same
+    buffer. ``waited`` may be called after ``wait``.
 
     Args:
         memory: uint8 pinned buffer.
@@ -65,7 +65,7 @@ class Copy:
         return [np.array(part.numpy()) for part in self._parts]
 
     def waited(self) -> float:
-        """Return the seconds from the end of the previous copy to the beginning of this step.
+        """Return the seconds from the end of the previous step's copy to the start of this step.
 
         The device's own clock measures this time.
         """

@@ -232,7 +232,8 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of the assistant's next message.
             continue_final_message: end within the last message, for the model to continue it.
             tools: descriptions of tools.
-            arguments: arguments of the template, of TEMPLATE_ARGUMENTS.
+            arguments: further variables for the template; TEMPLATE_ARGUMENTS lists the permitted
+                names.
 
         Raises:
             RequestError: there is no template, an argument is not permitted, or the template fails
