@@ -156,8 +156,8 @@ class PagedMla:
             q: Queries, [n, H, nope + rope].
             k: Keys, [m, H, nope + rope].
             v: Values, [m, H, v_dim].
-            q_starts: Prefix sums of the rows' queries, int32 [rows + 1] on the device.
-            k_starts: Prefix sums of the rows' keys, int32 [rows + 1] on the device.
+            q_starts: Prefix sums of the rows' numbers of queries, int32 [rows + 1] on the device.
+            k_starts: Prefix sums of the rows' numbers of keys, int32 [rows + 1] on the device.
             max_q: Largest number of queries of a row.
             max_k: Largest number of keys of a row.
             scale: Factor by which the scores are multiplied.

@@ -121,7 +121,7 @@ class LongRow:
 
 @dataclass(eq=False)
 class HostRow:
-    """The only decode row of a step whose cache is in host memory as float32, for numpy.
+    """A step's only row, a decode row, for attention in numpy over a float32 cache on the CPU.
 
     Attributes:
         kv_slots: int64 [W], KV slots of the step's own tokens, the row's last ones.
