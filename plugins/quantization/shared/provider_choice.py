@@ -133,7 +133,7 @@ def remark(context: CheckContext) -> Decision | None:
 
 
 def _resolved(choice: GemmChoice, context: CheckContext) -> Decision:
-    """Return the note that a measured table, or else a rule, chooses providers on the GPUs."""
+    """Return a note on what chooses the providers on the GPUs: a measured table or a rule."""
     devices = context.facts.hardware.devices
     candidates = _candidates(choice, context.facts.software.packages)
     shapes = min((len(measured(choice.kind, card.name)) for card in devices), default=0)

@@ -24,7 +24,7 @@ def listed(stated: Mapping[str, Any]) -> tuple[str, ...]:
 def left_alone(module: str, entries: tuple[str, ...], parts: bool = False) -> bool:
     """Return True if the checkpoint leaves ``module`` unquantised.
 
-    Modules named in ``UNLISTED`` always are, whether or not an entry applies to them.
+    A module with a last name in ``UNLISTED`` always is, even if no entry applies to it.
 
     Args:
         module: full name of the module.
