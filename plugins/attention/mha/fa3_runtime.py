@@ -28,7 +28,7 @@ class _Rows:
         page: Number of tokens per page of ``table``.
         table: Page table, int32 [R, P]; None if the keys are the rows' own tokens.
         lens: Number of keys of each row, int32 [R].
-        starts: Prefix sums of the queries of prefill rows, int32 [R + 1].
+        starts: Prefix sums of the prefill rows' numbers of queries, int32 [R + 1].
         longest: Largest number of queries of a prefill row.
     """
 

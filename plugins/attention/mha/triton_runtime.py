@@ -26,7 +26,8 @@ class _Rows:
         first_key: First position whose cache entry holds a key.
         tile: Tiling of the decode kernel; decode rows only.
         tree: Tree mask of decode rows, int64 [R, width], or None.
-        starts: Index of each prefill row's first token in the step, and of the end, int32 [R + 1].
+        starts: Index in the step of each prefill row's first token, and of the end of the last row,
+            int32 [R + 1].
         skip: Number of the step's tokens before the prefill rows.
     """
 

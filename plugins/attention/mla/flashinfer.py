@@ -39,9 +39,9 @@ class FlashInferMlaOptions(AbsorbedOptions):
 def check(context: CheckContext) -> Iterator[Refusal]:
     """Refuse unsupported sizes and dtypes, and heads that do not fill the causal kernel's tiles.
 
-    NOTE: the causal kernel counts the keys of a tile by the tokens that begin and end in the tile
-    (``(packed_qo_start + cluster_tile_q) / num_heads`` rounds down), so a token divided by the end
-    of a tile would miss its newest keys.
+    NOTE: a tile must hold whole tokens, with all their heads. The causal kernel rounds down the
+    number of tokens before a tile's end (``(packed_qo_start + cluster_tile_q) / num_heads``). It
+    would therefore skip the newest keys of a token that continues in the next tile.
     """
     yield from _check_sizes(context)
     width = context.values.width

@@ -62,9 +62,9 @@ class FlashInferMla(PagedMla):
     A plan is made from the rows' lengths known to the host. Where these are only upper bounds, the
     exact lengths are then written into the plan on the device.
 
-    Each captured graph has its own wrapper, whose buffers the captured kernels read. Eager steps
-    rotate through as many wrappers as a step makes plans, so that a plan never waits for the
-    kernels of its own step.
+    Each captured graph has its own wrapper, whose buffers the captured kernels read. An eager step
+    uses a different wrapper for each plan that it makes, so that a plan never waits for kernels of
+    the same step.
     """
 
     def __init__(self, options: FlashInferMlaOptions, plan: EnginePlan, worker: Worker) -> None:

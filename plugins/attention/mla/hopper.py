@@ -32,10 +32,10 @@ class HopperMlaOptions(AbsorbedOptions):
 
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
-    """Return a note for the plan's table: the decode kernels of ``hopper_mla`` by number of rows.
+    """Return a list with one note for the plan's table: the decode kernel at each row count.
 
-    If other kernels decode short contexts, the note names these too. The list is empty if another
-    attention backend is chosen.
+    If other kernels decode short contexts, the note names these too. The list is empty if the
+    chosen attention backend is not ``hopper_mla``.
     """
     chosen = context.chosen.get("attention", ())
     values = context.values

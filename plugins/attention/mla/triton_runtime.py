@@ -116,8 +116,8 @@ class TritonMla(PagedMla):
             query: Absorbed query, [n, H, lora + rope].
             kv: The layer's cache.
             layer: The layer's sizes.
-            merge_in_values: Allow a tiling with KV splits whose partial results are merged in the
-                kernel that multiplies by W_UV.
+            merge_in_values: Whether the kernel that multiplies by W_UV may also merge the partial
+                results of KV splits.
         """
         rows = self._rows
         assert rows is not None

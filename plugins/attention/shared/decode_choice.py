@@ -1,11 +1,10 @@
 """Tables of the decode kernel measured fastest on one H200 in bf16.
 
-The tables are indexed by the number of queries that share a row's keys, and by the number of rows
-of a step. In latent attention a row's
-queries are its tokens times the heads of a rank; in multi-head attention, its tokens times the
-heads that share one key head. The measured microseconds per layer are in ``docs/benchmarks``. A
-captured graph fixes the rows of its steps but not their lengths; all that is known of the lengths
-is the longest one that the plan admits.
+The tables are indexed by two numbers: the queries that share a row's keys, and the rows of a step.
+In latent attention a row has (its tokens) x (heads of a rank) such queries; in multi-head
+attention, (its tokens) x (heads that share one key head). The measured microseconds per layer are
+in ``docs/benchmarks``. The lengths of the rows are not an index, because a captured graph serves
+rows of any length up to the longest one that the plan admits.
 """
 
 from __future__ import annotations
@@ -76,10 +75,10 @@ def nearest_entry(queries: int, longest: float, width: int) -> Line:
 
 
 def short_rows(heads: int) -> range:
-    """Return the row counts for which another kernel than usual is faster over short contexts.
+    """Return the row counts at which short contexts have another fastest kernel than long ones.
 
-    Short: each row has one token, and no row is longer than SHORT_KEYS_MAX keys. ``heads``: number
-    of heads on a rank.
+    Contexts are short if each row has one token and no row has more than SHORT_KEYS_MAX keys.
+    ``heads``: number of heads on a rank.
     """
     if heads > FEW_HEADS_MAX:
         most, kernel = nearest_entry(heads, SHORT_KEYS_MAX, 1)[0]

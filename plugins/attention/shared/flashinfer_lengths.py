@@ -51,9 +51,9 @@ def shrink(wrapper: Any) -> None:
 class Works:
     """The work items of a wrapper's last plan.
 
-    ``host(field)`` returns one plan field as numbers in pinned memory, int32 [work items], and
-    ``there(field)`` the same field on the device. ``field``: a constant of this module such as
-    ``KEY_END``.
+    A field has one number for each work item, int32 [work items]. ``host(field)`` returns the
+    field in the host's pinned buffer, ``there(field)`` that in the device's buffer. ``field``: a
+    constant of this module such as ``KEY_END``.
     """
 
     def __init__(self, wrapper: Any) -> None:

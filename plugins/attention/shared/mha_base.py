@@ -28,8 +28,8 @@ class PagedMha:
     cache, in the cache's dtype.
 
     Attributes:
-        follows: Whether the kernels of every step wait for the preceding kernels themselves (PDL,
-            ``kernels/launch/dependent_launch.py``), so that the first one may start before the keys
+        follows: Whether every kernel waits for the kernel before it by itself (PDL, see
+            ``kernels/launch/dependent_launch.py``). The first kernel may then start before the keys
             are stored.
     """
 
@@ -53,8 +53,8 @@ class PagedMha:
     def plan_decode(self, batch: Batch, graph: object | None, rows: int, width: int) -> None:
         """Prepare ``decode`` for the first ``rows`` rows of ``width`` tokens each.
 
-        Part of ``plan_step``, called only when the step has decode rows. If ``graph``, the key of a
-        captured graph, is given, the tensors prepared for captured kernels belong to that graph.
+        Part of ``plan_step``, called only when the step has decode rows. ``graph``: key of the
+        captured graph to which the prepared tensors belong; None in an eager step.
         """
         raise NotImplementedError
 

@@ -54,9 +54,9 @@ class PagedMla:
     head. Prefill rows expand latents to per-head keys and values.
 
     Attributes:
-        follows: Whether the kernels of ``decode`` wait for the preceding kernels themselves (PDL,
-            ``kernels/launch/dependent_launch.py``), so that the first one may start before the
-            prologue ends, and the kernels after ``decode`` before ``decode`` ends. NOTE: False for
+        follows: Whether every kernel of ``decode`` waits for the kernel before it by itself (PDL,
+            see ``kernels/launch/dependent_launch.py``). The first kernel may then start before the
+            prologue ends, and the kernel after ``decode`` before ``decode`` ends. NOTE: False for
             FlashMLA: its kernels may start early as well, but read queries before they wait.
     """
 
@@ -85,8 +85,8 @@ class PagedMla:
     ) -> None:
         """Prepare ``decode`` for ``rows`` rows from index ``first`` on, ``width`` tokens each.
 
-        Part of ``plan_step``, called only when the step has such rows. If ``graph``, the key of a
-        captured graph, is given, the tensors prepared for captured kernels belong to that graph.
+        Part of ``plan_step``, called only when the step has such rows. ``graph``: key of the
+        captured graph to which the prepared tensors belong; None in an eager step.
         """
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
@@ -156,8 +156,8 @@ class PagedMla:
             q: Queries, [n, H, nope + rope].
             k: Keys, [m, H, nope + rope].
             v: Values, [m, H, v_dim].
-            q_starts: Prefix sums of the rows' queries, int32 [rows + 1] on the device.
-            k_starts: Prefix sums of the rows' keys, int32 [rows + 1] on the device.
+            q_starts: Prefix sums of the rows' numbers of queries, int32 [rows + 1] on the device.
+            k_starts: Prefix sums of the rows' numbers of keys, int32 [rows + 1] on the device.
             max_q: Largest number of queries of a row.
             max_k: Largest number of keys of a row.
             scale: Factor by which the scores are multiplied.

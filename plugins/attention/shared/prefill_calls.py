@@ -25,8 +25,8 @@ class RaggedCall:
     """One call of ragged attention: R rows of queries, each with its own keys.
 
     Attributes:
-        q_starts: int32 [R + 1] on the device, prefix sums of the rows' queries.
-        k_starts: int32 [R + 1] on the device, prefix sums of the rows' keys.
+        q_starts: int32 [R + 1] on the device, prefix sums of the rows' numbers of queries.
+        k_starts: int32 [R + 1] on the device, prefix sums of the rows' numbers of keys.
         max_q: Largest number of queries of a row.
         max_k: Largest number of keys of a row.
         causal: True if a row's last query sees all keys of the row and each query before it one key
@@ -50,8 +50,8 @@ class RaggedCall:
 class RaggedRows:
     """Neighbouring prefill rows and their calls of ragged attention.
 
-    The rows have ``tokens`` tokens of the step, from index ``first`` on. Each of several calls
-    covers a part of the rows' keys; the results of the calls are merged.
+    The rows have ``tokens`` tokens of the step, from index ``first`` on. If there are several
+    calls, each covers a part of the rows' keys, and their results are merged.
     """
 
     first: int

@@ -17,9 +17,9 @@ SMALL_PAGE = 64
 
 
 def mla_small_pages(page_size: int, queries: int) -> int:
-    """Return into how many smaller pages each page is divided for FlashAttention-3 over latents.
+    """Return the number of parts into which FlashAttention-3 over latents divides each page.
 
-    The result is 1 if pages stay as they are.
+    The parts serve as smaller pages. The result is 1 if pages are not divided.
 
     Args:
         page_size: Number of tokens of a page.
@@ -33,9 +33,10 @@ def mla_small_pages(page_size: int, queries: int) -> int:
 
 
 def mha_small_pages(page_size: int) -> int:
-    """Return into how many smaller pages each page is divided for multi-head FlashAttention-3.
+    """Return the number of parts into which multi-head FlashAttention-3 divides each page.
 
-    The result is 1 if pages stay as they are. ``page_size``: number of tokens of a page.
+    The parts serve as smaller pages. The result is 1 if pages are not divided. ``page_size``:
+    number of tokens of a page.
     """
     return page_size // SMALL_PAGE if page_size > SMALL_PAGE and page_size % SMALL_PAGE == 0 else 1
 

@@ -121,7 +121,7 @@ class LongRow:
 
 @dataclass(eq=False)
 class HostRow:
-    """The only decode row of a step whose cache is in host memory as float32, for numpy.
+    """A step's only row, a decode row, for attention in numpy over a float32 cache on the CPU.
 
     Attributes:
         kv_slots: int64 [W], KV slots of the step's own tokens, the row's last ones.
@@ -331,11 +331,11 @@ def _kv_slots(batch: Batch, page_size: int, low: int, high: int, length: int) ->
 
 
 def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
-    """Return the first KV slot of a single row that can be read in place, else None.
+    """Return the first KV slot of row ``low`` if its keys can be read in place, else None.
 
-    Such a row has one query and pages that are contiguous and ascending. The result is None if rows
-    ``low`` to ``high - 1`` are several or the row is not such a one, and on a GPU: only the CPU can
-    read the batch's lengths and pages without waiting for a device.
+    They can if rows ``low`` to ``high - 1`` are one row, which has one query and pages that are
+    contiguous and ascending. On a GPU the result is always None, because the host would have to
+    wait for the GPU to read the batch's lengths and pages.
     """
     if high - low > 1 or batch.query_lens[low] != 1 or not batch.page_table.is_cpu:
         return None

@@ -248,7 +248,8 @@ class AwqExpertsCuda:
     def _slice(self, part: Tensor, number: int, dim: int) -> Tensor:
         """Return slice ``number`` of the shared expert's tensor ``part``, cut along ``dim``.
 
-        If one group covers all inputs, the slices of inputs (``dim`` 0) share its scale and zero.
+        ``part`` itself is returned if ``dim`` is 0, the inputs, and ``part`` holds the scales or
+        zeros of a single group: it then applies to every slice.
         """
         return (
             part

@@ -90,10 +90,9 @@ class BlockWeight:
 
 
 def _kept(value: Tensor) -> Tensor:
-    """Return ``value``, or a copy if it is on a device, to keep until its counterpart arrives.
+    """Return ``value``, copied if on a device, to keep it until weight and scales have arrived.
 
-    A weight and its scales are counterparts. On a device ``value`` is a view of a larger block,
-    which the view would keep alive; hence the copy.
+    On a device ``value`` is a view, which would keep a larger block of memory alive.
     """
     return value if value.is_cpu else value.clone()
 

@@ -81,10 +81,10 @@ def grouped(wanted: str) -> GroupedExperts:
 
 
 class Fp8LinearCuda(Biased):
-    """``LinearMethod`` with E4M3 weights; each fused matrix has its own grid of block scales.
+    """``LinearMethod`` with E4M3 weights, whose fused matrices each have their own block scales.
 
-    The grids are stored as a single grid if every matrix begins at a block boundary, in the fused
-    weight and in the checkpoint; otherwise each row of the weight has its own scales.
+    If every matrix begins at a block boundary, both in the fused weight and in the checkpoint, the
+    scales are stored per block. Otherwise they are stored per row of the weight.
 
     Attributes:
         padded: E4M3 [ceil128(N), K], the weight with zero rows up to whole blocks.

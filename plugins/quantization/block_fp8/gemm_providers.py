@@ -135,9 +135,9 @@ def padded_to_four_rows(
 ) -> tuple[Tensor, ...]:
     """Return a GEMM's operands with the rows of ``x`` padded to a multiple of four.
 
-    TMA can load the scales only of such a number of rows. The padding rows are uninitialised. If
-    ``fp8_triton.empty_quantized`` allocated ``x``, the memory after ``x`` has room for them;
-    otherwise ``x`` is copied.
+    TMA can load scales only if the number of rows is such a multiple. The padding rows are
+    uninitialised. If ``fp8_triton.empty_quantized`` allocated ``x``, the memory after ``x`` has
+    room for them; otherwise ``x`` is copied.
 
     Returns:
         (x, weight^T, scales of x, transposed scales of the weight).

@@ -109,10 +109,10 @@ class Grouped:
     ) -> Tensor:
         """Multiply each expert's rows of ``x`` by the expert's weight.
 
-        NOTE: Given the expert of each row, DeepGEMM fetches every tile that might be filled, and
-        fetching takes as long as multiplying. Given the end of each expert's rows, it stops after
-        the last filled tile. Some builds accept ends on Blackwell only. Neither their signature nor
-        a GEMM of no rows shows this: an assertion fails before anything is multiplied.
+        NOTE: DeepGEMM takes either the expert of each row or the end of each expert's rows. With
+        ends it stops after the last filled tile; otherwise it also fetches the tiles that stay
+        empty, which takes as long as multiplying them. Some builds accept ends on Blackwell only.
+        Only a call shows this: an assertion fails before anything is multiplied.
 
         Args:
             x: values [R, K] in expert order, and their scales.
@@ -154,8 +154,8 @@ class Grouped:
 def _accepts_ends(multiply: Callable[..., Any]) -> bool:
     """Return True if DeepGEMM's function ``multiply`` can take the end of each expert's rows.
 
-    Such a function has the parameter ``use_psum_layout``. The result is False for a compiled
-    function without a signature: every build accepts the expert of each row instead.
+    Such a function has the parameter ``use_psum_layout``. The result is False if a compiled
+    function has no signature; the expert of each row is then passed, which every build accepts.
     """
     try:
         return ENDS_PARAMETER in signature(multiply).parameters

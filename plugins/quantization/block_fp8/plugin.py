@@ -127,7 +127,7 @@ def _results(context: CheckContext) -> Iterator[Refusal]:
 
 
 def fp8_peak_tokens(options: BlockFp8Options) -> tuple[int, ...]:
-    """Return the peak tokens of routed experts: counts at which memory may exceed larger steps'.
+    """Return the token counts of steps whose experts may need more memory than larger steps.
 
     Steps above ``MASKED_TOKENS`` do not use the masked layout: they allocate rows only for existing
     pairs of a token and an expert.

@@ -24,8 +24,8 @@ SharedSlice = tuple[str, tuple[int, int], tuple[slice, slice], slice | None]
 def shared_slices(shape: ExpertsShape) -> Iterator[SharedSlice]:
     """Yield this rank's part of each checkpoint matrix of the shared expert.
 
-    The part has as many neighbouring channels as the rank's slices of the S fused experts have
-    together. The sum over the ranks does not depend on which channels a rank computes.
+    The part is one run of neighbouring channels, which is then cut into slices for the S fused
+    experts. Which channels a rank computes does not matter for the sum over the ranks.
 
     Yields:
         Module name, shape of the matrix, the rank's slice of it, and its rows within w13 (None:

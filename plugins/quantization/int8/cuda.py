@@ -209,8 +209,8 @@ class Int8ExpertsCuda:
         """Store a checkpoint matrix of the shared expert, cut into slices for the fused experts.
 
         Args:
-            rows: rows of w13 for a gate or up projection; None: w2, each of whose rows has one
-                scale for all slices.
+            rows: rows of w13 for a gate or up projection; None for w2, where all slices of a row
+                have the same scale.
             stored: int8 [S * I, H], or for w2 [H, S * I].
             scales: scale of each row of ``stored``.
         """

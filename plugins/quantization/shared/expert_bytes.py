@@ -52,8 +52,9 @@ def dense_experts(step: ExpertsStep) -> MemoryUse:
 def _peak_tokens(measured: Iterable[int], tokens: int) -> set[int]:
     """Return the token counts at which memory may peak, up to ``tokens``.
 
-    These are ``tokens`` and, for each row of the tuned table, the largest token count that uses
-    the row, if it is smaller. ``measured``: the token counts that the table has, ascending.
+    Each row of the tuned table applies to a range of token counts. The result has the largest
+    count of each range, if below ``tokens``, and ``tokens`` itself. ``measured``: the token counts
+    of the table's rows, ascending.
     """
     return {
         tokens,
@@ -62,13 +63,14 @@ def _peak_tokens(measured: Iterable[int], tokens: int) -> set[int]:
 
 
 def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
-    """Return the memory use of ``kernels.moe.experts`` with the first GEMM's configuration ``up``.
+    """Return the memory use of ``kernels.moe.experts``; ``up`` configures the first GEMM.
 
-    If ``up["way"]`` is "hopper" or "sorted", the gated rows are stored in expert order, including
-    the rows that fill tiles; otherwise they are stored per token. If the shared expert has wide
-    tiles of its own, its gated rows follow. If the shared expert runs as dense GEMMs
-    (``up["apart"]``), its gate and up results and their gated product are allocated and released
-    before the gated rows, and its result adds one row per token.
+    Most of the memory is that of the gated rows, the results of the first GEMM. With ``up["way"]``
+    "hopper" or "sorted" they are stored in expert order and padded to whole tiles; otherwise they
+    are stored per token. A shared expert with wide tiles of its own adds its gated rows.
+
+    A shared expert that runs as dense GEMMs (``up["apart"]``) adds one result row per token. Its
+    gate and up results and their gated product are released before the gated rows are allocated.
     """
     routed = step.tokens * (step.chosen - step.fused_shared)
     experts = step.count - step.fused_shared
@@ -216,9 +218,9 @@ def _masked(step: ExpertsStep) -> MemoryUse:
 def _cutlass(step: ExpertsStep) -> MemoryUse:
     """Return the memory use of ``block_fp8.cutlass.CutlassExperts.experts``.
 
-    Besides activations it counts the arrays that the library takes. For each expert these are the
-    number of its first row, three strides, and for each of two GEMMs three sizes, a copy of them in
-    the library, five pointers and two layouts.
+    Besides activations this counts the arrays passed to the library. Each expert has the number of
+    its first row and three strides in them. For each of the two GEMMs it also has three sizes, the
+    library's copy of these sizes, five pointers and two layouts.
     """
     layouts = 2 * CUTLASS_LAYOUT_INTS * NUMBER_BYTES
     per_expert = (

@@ -22,8 +22,8 @@ def library(
         own: True if the function runs on every GPU that this project's kernels support.
 
     Raises:
-        GlowplugError: the GPU is not supported, or the library cannot be imported or lacks the
-            function; its cause is the library's own exception, if there is one.
+        GlowplugError: the GPU is not supported, the import fails, or ``module`` has none of the
+            functions. If the library raised an exception, that is the cause of this one.
     """
     setting = f'quantization.{option} = "{wanted}"'
     unfit = "" if own else unfit_for_libraries()

@@ -54,11 +54,11 @@ class GemmChoice:
 
     Attributes:
         kind: prefix of the file names of the measured tables.
-        candidates: provider -> packages, one of which it needs; () if built in.
+        candidates: provider -> packages, any one of which suffices; () if it needs none.
         unmeasured: rule where a GPU has no table.
         others: rule for shapes missing from a GPU's table, in words.
-        on_every_gpu: True if no candidate is limited to GPUs on which libraries' 8-bit GEMMs were
-            tried.
+        on_every_gpu: True if all candidates run on every GPU; False if libraries are used only on
+            GPUs where their 8-bit GEMMs were tried.
     """
 
     kind: str
@@ -133,7 +133,7 @@ def remark(context: CheckContext) -> Decision | None:
 
 
 def _resolved(choice: GemmChoice, context: CheckContext) -> Decision:
-    """Return the note that a measured table, or else a rule, chooses providers on the GPUs."""
+    """Return a note on what chooses the providers on the GPUs: a measured table or a rule."""
     devices = context.facts.hardware.devices
     candidates = _candidates(choice, context.facts.software.packages)
     shapes = min((len(measured(choice.kind, card.name)) for card in devices), default=0)

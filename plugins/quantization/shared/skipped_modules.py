@@ -24,10 +24,12 @@ def listed(stated: Mapping[str, Any]) -> tuple[str, ...]:
 def left_alone(module: str, entries: tuple[str, ...], parts: bool = False) -> bool:
     """Return True if the checkpoint leaves ``module`` unquantised.
 
+    A module with a last name in ``UNLISTED`` always is, even if no entry applies to it.
+
     Args:
         module: full name of the module.
-        entries: listed names of the module or a parent module, or regular expressions that match
-            the beginning of its name.
+        entries: module names and regular expressions. A name applies to the module and all modules
+            inside it; an expression applies if it matches the beginning of the name.
         parts: True if an entry may also be any substring of the name.
     """
     return module.rpartition(".")[2] in UNLISTED or any(

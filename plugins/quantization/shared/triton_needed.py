@@ -46,9 +46,10 @@ def check_triton(context: CheckContext, name: str, alternative: str) -> Iterator
 
 
 def _without(context: CheckContext, name: str, alternative: str) -> str:
-    """Return the fix that needs none of our kernels: ``alternative``, without named providers.
+    """Return a fix for the refusal: settings with which the scheme needs none of our kernels.
 
-    Provider options that the configuration sets are to be "auto".
+    They are ``alternative``, and "auto" for each provider option that the configuration sets to
+    another value. ``name``: name of the scheme.
     """
     settings = [alternative]
     for option in context.options.provider_fields():

@@ -52,7 +52,7 @@ def made_for(names: Iterable[str]) -> set[tuple[str, str]]:
 
 
 def remark(cards: set[str], version: str, tables: set[tuple[str, str]]) -> Decision:
-    """Return the note that measured tile sizes are used, or else built-in rules.
+    """Return a note on what sets the tile sizes on the GPUs: measured tables or built-in rules.
 
     Args:
         cards: names of the plan's GPUs.

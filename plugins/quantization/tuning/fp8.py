@@ -40,8 +40,8 @@ OWN_TIME_SHARE = 0.8  #: share of the time spent on our own kernel's configurati
 class Fp8GemmTuner:
     """``TableTuner`` (``core/protocols/tuning.py``) of linear layers in block FP8.
 
-    A row count need not be measured again when both tables have it: the one of our kernel's
-    configurations and the one of the fastest providers.
+    There are two tables: our kernel's best configurations, and the fastest providers. A row count
+    that both have need not be measured again.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -157,7 +157,7 @@ class Operands:
 
 
 def copies(size: int) -> int:
-    """Return the number of copies, 2 to 16, with which a weight exceeds the GPU's cache.
+    """Return how many copies of a weight, 2 to 16, are together larger than the GPU's cache.
 
     ``size``: bytes of the weight.
     """
