@@ -42,7 +42,7 @@ ALIGNMENT = 128  #: words; each kind of buffers begins at a multiple of it
 
 
 class NormResult(NamedTuple):
-    """The form of a norm's results.
+    """The forms in which a norm stores its results: plain, quantised or both.
 
     Attributes:
         plain: they are stored in the activation dtype.
@@ -80,8 +80,8 @@ class Alarm:
     """Memory in which a kernel reports that it waited for a peer's data in vain.
 
     Attributes:
-        fault: int64 [2] on the device: 0, or 1 + the number of the rank whose data are missing;
-            then the address of ``seen``.
+        fault: int64 [2] on the device. Element 0 is 0, or 1 + the number of the rank whose data are
+            missing; element 1 is the address of ``seen``.
         seen: int32 [1] in pinned host memory, a copy of ``fault[0]``, which the host reads
             without waiting for the device.
     """

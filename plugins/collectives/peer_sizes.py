@@ -33,7 +33,7 @@ class BufferSize(NamedTuple):
         capacity: number of 16-bit words that a rank can send to a peer in one call; 0: the group
             has no such buffers.
         tile: number of 16-bit words per tile.
-        tiles: number of tiles whose turns are counted; 0: as many as ``capacity`` holds.
+        tiles: number of tiles for which calls are counted; 0: as many as ``capacity`` holds.
     """
 
     capacity: int
@@ -93,7 +93,7 @@ def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
 
 
 def buffer_bytes(mesh: Mapping[str, int], hidden: int, tokens: int) -> int:
-    """Return the bytes of one rank's receiving buffers in its groups on all mesh axes.
+    """Return the total bytes of one rank's receiving buffers, for the groups on all mesh axes.
 
     Args:
         mesh: mesh axis -> size.

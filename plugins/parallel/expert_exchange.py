@@ -113,9 +113,9 @@ class Exchange:
             self._counts.scatter_add_(0, chosen, self._one.expand_as(chosen))
 
     def _local(self, ids: Tensor, share: int | Tensor) -> Tensor:
-        """Convert expert ids to indices among the experts of a share; -1 for all other experts.
+        """Return the index of each expert id within share ``share``; -1 for experts outside it.
 
-        Share number ``share`` consists of the experts that this index along "ep" holds.
+        A share is the experts that one rank holds; its number is the rank's index along "ep".
         """
         local = ids - share * self._layout.held
         return local.masked_fill_((local < 0) | (local >= self._layout.held), -1)

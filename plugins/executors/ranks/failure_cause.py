@@ -69,10 +69,10 @@ def settled(kind: int, waited: float) -> bool:
 
 
 def host_limit(timeout: float) -> float:
-    """Return the seconds of silence of a host or rank after which an engine on several hosts ends.
+    """Return how many seconds a host or rank may be silent before an engine on several hosts ends.
 
-    The limit is chosen so that the engine has ended ``timeout`` seconds after a link broke: before
-    the collectives time out, whose error would state only that a peer is missing.
+    With this limit the engine ends before the collectives time out. Their error would state only
+    that a peer is missing.
 
     Args:
         timeout: timeout of the collectives, in seconds.
