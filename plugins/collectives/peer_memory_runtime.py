@@ -45,8 +45,8 @@ class NormResult(NamedTuple):
     """The forms in which a norm stores its results: plain, quantised or both.
 
     Attributes:
-        plain: they are stored in the activation dtype.
-        quantized: they are stored as E4M3 values and scales.
+        plain: the norm stores a result in the activation dtype.
+        quantized: the norm stores a result as E4M3 values and scales.
     """
 
     plain: bool
@@ -305,7 +305,7 @@ class PeerMemory(Nccl):
         return super().reduce_scatter(x, axis) if found is None else found
 
     def reduced_norm(self, input_format: str, add_norm: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that sums tensors over the ranks, adds a residual and norms the sum.
+        """Return a function that sums tensors over the ranks, adds a residual and applies a norm.
 
         Args:
             input_format: format of the norm's results.

@@ -76,7 +76,7 @@ class Gloo:
                 self._of[axis] = self._shared(axis, self._members[axis])
 
     def _connect_hosts(self, hosts: int, timeout: float) -> LocalLinks | GlooLinks:
-        """Return the connections for host data: sockets on a single host, gloo for several hosts."""
+        """Return the connections for host data: sockets on one host, gloo between several."""
         if hosts == 1:
             return LocalLinks(self._rank, self._ranks, self._store, timeout)
         every = tuple(range(self._ranks))
@@ -167,7 +167,7 @@ class Gloo:
         return every
 
     def _exchanged(self, members: Any, sent: Tensor, operation: str, axis: str) -> Tensor:
-        """Send row i of ``sent`` to rank i of the process group ``members``, for all its ranks.
+        """Send row i of ``sent`` to rank i of the process group ``members``, by all-to-all.
 
         ``sent`` [ranks, ...] is contiguous.
 

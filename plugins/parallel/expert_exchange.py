@@ -115,7 +115,8 @@ class Exchange:
     def _local(self, ids: Tensor, share: int | Tensor) -> Tensor:
         """Return the index of each expert id within share ``share``; -1 for experts outside it.
 
-        A share is the experts that one rank holds; its number is the rank's index along "ep".
+        A share consists of the experts that one rank holds; its number is the rank's index along
+        "ep".
         """
         local = ids - share * self._layout.held
         return local.masked_fill_((local < 0) | (local >= self._layout.held), -1)

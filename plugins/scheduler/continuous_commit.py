@@ -179,7 +179,7 @@ def finish_of(rows: Rows, done: Committed, i: int) -> Finished:
 
 
 class PromptScores:
-    """Sender of prompt log-probabilities, which reports those of each prompt once.
+    """Sender of prompt log-probabilities, once for each prompt.
 
     A preempted prompt is computed again, but its log-probabilities are not sent again.
     """

@@ -57,7 +57,7 @@ def first_cause(troubles: Iterable[Trouble]) -> Trouble:
 
 
 def settled(kind: int, waited: float) -> bool:
-    """Return True if an executor need not wait longer for reports of an earlier cause.
+    """Return True if an executor has waited long enough for reports of an earlier cause.
 
     Args:
         kind: kind of the first cause so far.
