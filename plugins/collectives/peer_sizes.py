@@ -44,7 +44,8 @@ class BufferSize(NamedTuple):
 class PeerSizes(NamedTuple):
     """Sizes of the buffers of one group of ranks, by the operation that uses them.
 
-    In a two-shot all-reduce each rank owns a part of the tensor: it receives the other ranks' terms
+    In a one-shot all-reduce each rank sends its whole tensor to all others. In a two-shot
+    all-reduce each rank owns a part of the tensor: it receives the other ranks' terms
     of this part, and sends their sum to all ranks.
 
     Attributes:

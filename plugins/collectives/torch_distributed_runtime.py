@@ -105,9 +105,9 @@ class Gloo:
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
 
     def _part(self, members: tuple[int, ...], name: str) -> dist.Store:
-        """Return a store for one process group: the rendezvous store with a prefix to its keys.
+        """Return a store for one process group: the rendezvous store with a prefix before all keys.
 
-        The prefix is ``name`` with the ranks ``members``.
+        The prefix consists of ``name`` and the ranks ``members``.
         """
         return dist.PrefixStore(f"{name} {'-'.join(map(str, members))}", self._store)
 

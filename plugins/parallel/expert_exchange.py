@@ -149,8 +149,8 @@ class Exchange:
 class AllGatherExchange(Exchange):
     """Exchange by all-gather: ranks receive all tokens and compute those routed to their experts.
 
-    This exchange supports every split of the experts and has fixed shapes. If a group is all
-    ranks, each rank already has every token: nothing is gathered, and one all-reduce ends the
+    This exchange supports every split of the experts and has fixed shapes. If a group has
+    all ranks, each rank already has every token: nothing is gathered, and one all-reduce ends the
     exchange.
     """
 

@@ -171,7 +171,7 @@ class DraftPositions(NamedTuple):
         positions: Positions of the tokens, [D].
         kv_slots: KV slots of the tokens, [D].
         kv_lens: Lengths of the rows after the pass, [D].
-        query_starts: Index of each row's token in the batch, and D, [D + 1].
+        query_starts: Index of each row's token in the batch, followed by D; [D + 1].
     """
 
     positions: Tensor
