@@ -135,7 +135,7 @@ class _Open:
     keys: set[str] = field(default_factory=set)
 
     def inner(self, key: str) -> str:
-        """Return the path of an object's item ``key``; for a list, of the current item."""
+        """Return the path of the item ``key`` of an object, or of the current item of a list."""
         name = key if self.number is None else str(self.number)
         return f"{self.path}.{name}" if self.path else name
 

@@ -67,8 +67,8 @@ class Spot:
 class RadixCache:
     """The :class:`~glowplug.core.protocols.PrefixCache` that stores prefixes in a radix tree.
 
-    The result of ``match`` is valid until the next ``insert`` or ``evict``; once locked, until the
-    unlocking.
+    The result of ``match`` is valid until the next ``insert`` or ``evict``. A locked result stays
+    valid until it is unlocked.
     """
 
     shares = True
@@ -102,8 +102,8 @@ class RadixCache:
         """Add the pages of ``tokens`` to the tree. Return the pages that the caller may reuse.
 
         Returns:
-            Given pages that the tree does not need, because it already holds their tokens in other
-            pages; given pages beyond ``max_pages``; and pages that were evicted to stay within
+            Pages of the caller whose tokens the tree already holds in other pages; pages of the
+            caller beyond ``max_pages``; and pages that were evicted to stay within
             ``max_pages``.
         """
         if not len(pages):
@@ -286,7 +286,7 @@ class RadixCache:
         return given
 
     def _prune(self, node: Node) -> None:
-        """Remove ``node`` if it is the root of a salt, without children and locks."""
+        """Remove ``node`` if it is the root of a salt's tree and has no children and no locks."""
         if (
             node.parent is None
             and not node.children
@@ -297,7 +297,7 @@ class RadixCache:
             node.alive = False
 
     def _make_room(self, node: Node, wanted: int) -> tuple[int, Ints]:
-        """Evict pages so that ``wanted`` new ones below ``node`` stay within ``max_pages``.
+        """Evict pages to make room within ``max_pages`` for ``wanted`` new pages below ``node``.
 
         Returns:
             The number of new pages that may be kept, and the pages evicted for them.
@@ -315,7 +315,7 @@ class RadixCache:
     # ---- age and locks ---------------------------------------------------------------------------
 
     def _touch(self, node: Node) -> None:
-        """Mark ``node`` and its ancestors as used now, so that no ancestor seems less recent."""
+        """Mark ``node`` and all its ancestors as used now."""
         self._clock += 1
         at: Node | None = node
         while at is not None:

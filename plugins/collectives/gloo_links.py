@@ -35,7 +35,7 @@ class GlooLinks:
         self._wait = wait
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Return rank 0's ``data``, which other ranks leave out."""
+        """Send rank 0's ``data`` to all ranks, and return it on each; other ranks pass None."""
         head = np.zeros(8 + INLINE_BYTES, np.uint8)
         length = head[:8].view(np.int64)
         if data is not None and self._rank == 0:
@@ -47,7 +47,7 @@ class GlooLinks:
         return first + self._rest(data, int(length[0]) - INLINE_BYTES)
 
     def _rest(self, data: bytes | None, size: int) -> bytes:
-        """Return the last ``size`` bytes of rank 0's data; none if ``size`` is not positive."""
+        """Return the last ``size`` bytes of rank 0's data; b"" if ``size`` is 0 or negative."""
         if size <= 0:
             return b""
         rest = torch.empty(size, dtype=torch.uint8)
@@ -63,7 +63,7 @@ class GlooLinks:
         self._wait("broadcast_bytes", WORLD, lambda: self._group.broadcast([buffer], options))
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return the data of every rank, by rank."""
+        """Return the ``data`` of every rank, in order of ranks."""
         sizes = self.gather_numbers(np.array([len(data)], np.int64))[:, 0]
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
@@ -71,13 +71,13 @@ class GlooLinks:
         return [row[:size].tobytes() for row, size in zip(every.numpy(), sizes, strict=True)]
 
     def gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return int64 [ranks, N] of every rank's ``values`` int64 [N]."""
+        """Return the ``values``, int64 [N], of every rank as one array, int64 [ranks, N]."""
         every = self._gathered("all_gather_numbers", torch.from_numpy(values))
         found: NDArray[np.int64] = every.numpy()
         return found
 
     def _gathered(self, operation: str, part: Tensor) -> Tensor:
-        """All-gather part [N] to [ranks, N]."""
+        """Return ``part`` [N] of every rank as one tensor, [ranks, N], by all-gather."""
         every = part.new_empty(self._ranks, *part.shape)
         if part.numel():
             self._wait(

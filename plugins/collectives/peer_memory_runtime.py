@@ -42,11 +42,11 @@ ALIGNMENT = 128  #: words; each kind of buffers begins at a multiple of it
 
 
 class NormResult(NamedTuple):
-    """The form of a norm's results.
+    """The forms in which a norm stores its results: plain, quantised or both.
 
     Attributes:
-        plain: they are stored in the activation dtype.
-        quantized: they are stored as E4M3 values and scales.
+        plain: the norm stores a result in the activation dtype.
+        quantized: the norm stores a result as E4M3 values and scales.
     """
 
     plain: bool
@@ -80,8 +80,8 @@ class Alarm:
     """Memory in which a kernel reports that it waited for a peer's data in vain.
 
     Attributes:
-        fault: int64 [2] on the device: 0, or 1 + the number of the rank whose data are missing;
-            then the address of ``seen``.
+        fault: int64 [2] on the device. Element 0 is 0, or 1 + the number of the rank whose data are
+            missing; element 1 is the address of ``seen``.
         seen: int32 [1] in pinned host memory, a copy of ``fault[0]``, which the host reads
             without waiting for the device.
     """
@@ -305,7 +305,7 @@ class PeerMemory(Nccl):
         return super().reduce_scatter(x, axis) if found is None else found
 
     def reduced_norm(self, input_format: str, add_norm: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that sums tensors over the ranks, adds a residual and norms the sum.
+        """Return a function that sums tensors over the ranks, adds a residual and applies a norm.
 
         Args:
             input_format: format of the norm's results.

@@ -33,7 +33,7 @@ class BufferSize(NamedTuple):
         capacity: number of 16-bit words that a rank can send to a peer in one call; 0: the group
             has no such buffers.
         tile: number of 16-bit words per tile.
-        tiles: number of tiles whose turns are counted; 0: as many as ``capacity`` holds.
+        tiles: number of tiles for which calls are counted; 0: as many as ``capacity`` holds.
     """
 
     capacity: int
@@ -44,7 +44,8 @@ class BufferSize(NamedTuple):
 class PeerSizes(NamedTuple):
     """Sizes of the buffers of one group of ranks, by the operation that uses them.
 
-    In a two-shot all-reduce each rank owns a part of the tensor: it receives the other ranks' terms
+    In a one-shot all-reduce each rank sends its whole tensor to all others. In a two-shot
+    all-reduce each rank owns a part of the tensor: it receives the other ranks' terms
     of this part, and sends their sum to all ranks.
 
     Attributes:
@@ -93,7 +94,7 @@ def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
 
 
 def buffer_bytes(mesh: Mapping[str, int], hidden: int, tokens: int) -> int:
-    """Return the bytes of one rank's receiving buffers in its groups on all mesh axes.
+    """Return the total bytes of one rank's receiving buffers, for the groups on all mesh axes.
 
     Args:
         mesh: mesh axis -> size.

@@ -76,7 +76,7 @@ class Gloo:
                 self._of[axis] = self._shared(axis, self._members[axis])
 
     def _connect_hosts(self, hosts: int, timeout: float) -> LocalLinks | GlooLinks:
-        """Return the connections for host data: gloo's only if ranks are on several hosts."""
+        """Return the connections for host data: sockets on one host, gloo between several."""
         if hosts == 1:
             return LocalLinks(self._rank, self._ranks, self._store, timeout)
         every = tuple(range(self._ranks))
@@ -105,9 +105,9 @@ class Gloo:
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
 
     def _part(self, members: tuple[int, ...], name: str) -> dist.Store:
-        """Return a store for one process group: the rendezvous store with a prefix to its keys.
+        """Return a store for one process group: the rendezvous store with a prefix before all keys.
 
-        The prefix is ``name`` with the ranks ``members``.
+        The prefix consists of ``name`` and the ranks ``members``.
         """
         return dist.PrefixStore(f"{name} {'-'.join(map(str, members))}", self._store)
 
@@ -167,7 +167,9 @@ class Gloo:
         return every
 
     def _exchanged(self, members: Any, sent: Tensor, operation: str, axis: str) -> Tensor:
-        """Exchange contiguous sent [ranks, ...] by all-to-all in the process group ``members``.
+        """Send row i of ``sent`` to rank i of the process group ``members``, by all-to-all.
+
+        ``sent`` [ranks, ...] is contiguous.
 
         Returns:
             [ranks, ...]: row i is the row that rank i has sent to this rank.

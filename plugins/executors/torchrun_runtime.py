@@ -99,7 +99,7 @@ class TorchrunExecutor:
         return {**self._link.phases(), **self._ranks.watch.phases}
 
     def _loading(self, ranks: int) -> list[int]:
-        """Return the ranks that still load: on host 0 among all ``ranks``, else among its own."""
+        """Return the ranks that still load: on host 0 of all ``ranks``, else of its own ones."""
         phases = self._phases()
         return [
             rank

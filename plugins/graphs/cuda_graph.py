@@ -3,8 +3,8 @@
 Decode steps are captured once for each of a list of batch sizes and then replayed, without
 launching their kernels one by one. A batch between two sizes is padded to the larger one.
 
-Prefill steps use piecewise graphs, for a list of token counts up to which launching takes longer
-than computing: the work between two layers' attention is a graph, while attention itself runs
+Small prefill steps, in which launching takes longer than computing, use piecewise graphs for a list
+of token counts: the work between two layers' attention is a graph, while attention itself runs
 eagerly. A draft's pass over the tokens of such a step (draft extend) runs no attention and is one
 graph.
 """

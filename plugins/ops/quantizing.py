@@ -49,8 +49,8 @@ def producers(
 ) -> Mapping[tuple[str, str], Callable[..., Any]]:
     """Return the entries of ``Ops.fused`` whose results are quantised to ``input_format``.
 
-    There are also entries of norms whose results are read by two layers, one of which reads the
-    activation dtype.
+    Further entries are norms that store their result twice: quantised for one layer, and in the
+    activation dtype for another.
     """
 
     def cast(x: Tensor) -> Quantized:
@@ -80,7 +80,7 @@ def producers(
 def _producers_of_both(
     both: str, rms_norm: Norm, add_rms_norm: AddNorm
 ) -> Mapping[tuple[str, str], Callable[..., Any]]:
-    """Return the norms whose result is both plain and quantised: the input format ``both``."""
+    """Return norms that store their result both plain and quantised, as input format ``both``."""
 
     def normed_both(x: Tensor, weight: Tensor, eps: float) -> Both:
         plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -28,9 +28,10 @@ def starts_inside(
 ) -> bool:
     """Return whether the generated text begins as reasoning without an opening tag.
 
-    A tag at the end of the prompt decides. Without a tag, the request's ``thinking`` decides;
-    without both, the option does. "auto" means for a known prompt that the model opens the
-    reasoning itself; for an unknown prompt R1's template is assumed, which opens the reasoning.
+    A tag at the end of the prompt decides; without a tag, the request's ``thinking``; without
+    both, the option: "implied" means yes and "required" no. "auto" means no if the prompt is known,
+    because the model then writes the tag itself. If the prompt is unknown, "auto" means yes,
+    because R1's template is assumed, which contains the tag.
 
     Args:
         prompt_tail: End of the prompt; empty if the prompt is not known.
@@ -46,7 +47,7 @@ def starts_inside(
 
 
 class State(Enum):
-    """Part of the generated text in which the parser is."""
+    """The part of the generated text that a parser is reading."""
 
     START = auto()  #: only white space or a part of the opening tag so far
     REASONING = auto()  #: between the tags

@@ -27,10 +27,10 @@ class DpAttentionOptions(ParallelOptions):
 
 
 def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse numbers of groups by which the tensor ranks cannot be divided.
+    """Refuse a number of groups that does not divide the number of tensor-parallel ranks.
 
-    A strategy listed before this one defines the tensor ranks. That strategy checks whether heads
-    and vocabulary split over the ranks of a group.
+    The tensor-parallel ranks must be defined by a strategy listed before this one. That strategy
+    checks whether heads and vocabulary can be split over the ranks of a group.
     """
     held = context.of(ParallelOffers)
     place = next((at for at, chosen in enumerate(held) if chosen.options is context.options), 0)

@@ -42,7 +42,7 @@ class EpMoeOptions(ParallelOptions):
 
 
 def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse models without routed experts, sizes that do not divide, and unusable exchanges."""
+    """Refuse models without routed experts, impossible numbers of ranks, and unusable exchanges."""
     held = context.of(ParallelOffers)
     place = next(
         (i for i, chosen in enumerate(held) if chosen.options is context.options), len(held)
@@ -70,7 +70,7 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
 
 
 def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[Refusal]:
-    """Refuse sizes that do not divide the number of experts or ranks, or suit no exchange."""
+    """Refuse a size that does not divide the experts and ranks, or that the exchange cannot use."""
     size = context.options.size
     tp = context.values.mesh.get("tp", 1)
     fitting = [n for n in range(1, tp + 1) if not any(count % n for count in (tp, *experts))]

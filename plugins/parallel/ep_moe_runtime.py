@@ -31,8 +31,8 @@ SHARED = "shared_experts"  #: name of the shared experts' module
 class EpMoe(Unsplit):
     """The ``ParallelStrategy`` of expert parallelism.
 
-    Routed experts are split over the axis "ep", their intermediate size over "moe_tp", and that of
-    the shared expert over "attn_tp".
+    Routed experts are divided over the axis "ep", and the intermediate size of each over "moe_tp".
+    The shared expert's intermediate size is split over "attn_tp".
     """
 
     def __init__(self, options: EpMoeOptions, plan: EnginePlan, worker: Worker) -> None:

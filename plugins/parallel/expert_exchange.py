@@ -113,9 +113,10 @@ class Exchange:
             self._counts.scatter_add_(0, chosen, self._one.expand_as(chosen))
 
     def _local(self, ids: Tensor, share: int | Tensor) -> Tensor:
-        """Convert expert ids to indices among the experts of a share; -1 for all other experts.
+        """Return the index of each expert id within share ``share``; -1 for experts outside it.
 
-        Share number ``share`` consists of the experts that this index along "ep" holds.
+        A share consists of the experts that one rank holds; its number is the rank's index along
+        "ep".
         """
         local = ids - share * self._layout.held
         return local.masked_fill_((local < 0) | (local >= self._layout.held), -1)
@@ -148,8 +149,8 @@ class Exchange:
 class AllGatherExchange(Exchange):
     """Exchange by all-gather: ranks receive all tokens and compute those routed to their experts.
 
-    This exchange supports every split of the experts and has fixed shapes. If a group is all
-    ranks, each rank already has every token: nothing is gathered, and one all-reduce ends the
+    This exchange supports every split of the experts and has fixed shapes. If a group has
+    all ranks, each rank already has every token: nothing is gathered, and one all-reduce ends the
     exchange.
     """
 

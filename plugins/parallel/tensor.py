@@ -69,9 +69,9 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
 
 
 def kept_block(context: CheckContext) -> int:
-    """Return the number of channels at whose multiples ranks may split quantised weights.
+    """Return the block size, in channels, of the chosen quantization on this device.
 
-    This is the block size of the chosen quantization on this device; 1 without blocks.
+    Ranks may split quantised weights only at multiples of this size; it is 1 without blocks.
     """
     for scheme in context.chosen["quantization"]:
         offers = scheme.offers

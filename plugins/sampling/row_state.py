@@ -141,10 +141,10 @@ class TokenLists:
 
 
 class SparseRowState:
-    """State of V numbers per row [entries, V], with entries only for rows that need one.
+    """State of V numbers per row, stored as entries [entries, V] only for rows that need one.
 
-    All other rows share entry 0, whose content has no meaning. The state doubles when
-    it is full, so its memory follows the largest number of rows that needed an entry at once.
+    All other rows share entry 0, whose content has no meaning. When all entries are in use, their
+    number is doubled.
     """
 
     def __init__(

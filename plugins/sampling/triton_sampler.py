@@ -20,7 +20,7 @@ class TritonSamplerOptions(SamplingOptions):
 
 
 def scratch_rows(rows: int) -> int:
-    """Return the scratch memory that sampling ``rows`` rows needs, as a number of rows of logits.
+    """Return the size of the scratch memory for sampling ``rows`` rows, in rows of logits.
 
     The scratch holds the unedited logits for log-probabilities, and the workspace of the sums of
     exponentials, which takes up to ``LOGPROB_ROWS`` rows at a time.

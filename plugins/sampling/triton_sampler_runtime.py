@@ -61,9 +61,9 @@ REPLAYED = {
 class TritonSampler(TorchSampler):
     """``Sampler`` with fused Triton kernels.
 
-    The edits and the best token take one launch, each cut-off (top-k, top-p) eight, the draw one.
-    Nothing waits for the host. The rows' parameters are stored in tables at constant addresses, so
-    that replayed graphs read the current values.
+    Edits and best token together take one kernel launch, each cut-off (top-k, top-p) takes eight,
+    and the draw one. Nothing waits for the host. The rows' parameters are stored in tables at
+    constant addresses, so that replayed graphs read the current values.
     """
 
     def reserve(self, limits: Limits) -> None:
@@ -170,7 +170,9 @@ class TritonSampler(TorchSampler):
             self._step_logprobs = MAX_LOGPROBS
 
     def capture_key(self) -> str | None:
-        """Return the key of the captured steps that have this step's features; None if none has.
+        """Return the key of captured steps that have all sampling features of this step.
+
+        None if no captured steps have them.
 
         NOTE: A replayed step runs all features of its key; parameters of a row disable those that
         the row does not use.

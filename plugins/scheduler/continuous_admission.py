@@ -28,8 +28,8 @@ class Admitter:
         max_rows: most sequences that may run together.
         context: context length, in tokens.
         lookahead: number of tokens that a draft writes after the prompt, which need pages too.
-        share: least number of first tokens in common for which a sequence waits for a prompt that
-            is being computed; 0: never wait.
+        share: a sequence waits for a prompt that is being computed if at least this number of
+            their first tokens are equal; 0: never wait.
         scored: returns True for a sequence that still needs log-probabilities of its prompt, which
             are not available for a cached prefix.
         complain: called with a description of each fault of the policy.
@@ -126,8 +126,8 @@ class Admitter:
         """Return True if a sequence should wait until the similar prompt of a row is cached.
 
         That row is computing its prompt now, so the wait ends by itself. A sequence waits for one
-        other sequence at most: with a cache too small to keep the prompt, all sequences with this
-        prompt would wait one after another.
+        other sequence at most. Otherwise, if the cache were too small to keep the prompt, all
+        sequences with this prompt would wait one after another.
         """
         if not self.share or not self.rows.unpublished or self.scored(sequence):
             return False

@@ -24,8 +24,8 @@ class Committed:
         rows: int32 [n], rows of the sequence table.
         tokens: int64 [n, W], sampled tokens; the first ``counts[i]`` of row i are kept.
         counts: int32 [n], number of kept tokens.
-        given: int32 [n], number of tokens that the device accepted, before tokens after a stop id
-            or a length limit were dropped.
+        given: int32 [n], number of tokens that the device accepted, including those dropped later
+            because they follow a stop id or exceed a length limit.
         stop_ids: int64 [n], token that ended the row, -1 if none did.
         bad: bool [n], True if the row's logits were not finite.
         done: bool [n], True if the row has ended.
@@ -179,7 +179,7 @@ def finish_of(rows: Rows, done: Committed, i: int) -> Finished:
 
 
 class PromptScores:
-    """Sender of prompt log-probabilities, which reports those of each prompt once.
+    """Sender of prompt log-probabilities, once for each prompt.
 
     A preempted prompt is computed again, but its log-probabilities are not sent again.
     """

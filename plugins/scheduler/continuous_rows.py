@@ -37,7 +37,7 @@ class Rows:
         logprobs: int32 [R], number of log-probabilities requested; -1: they are not requested.
         shared: int32 [R], number of leading pages that belong to the prefix cache.
         running: row -> sequence, in order of admission.
-        prefilling: its keys are the running rows with a part of the prompt not launched yet.
+        prefilling: mapping whose keys are the rows with a part of the prompt not launched yet.
         unpublished: (salt, tokens of the first page) -> row, for rows whose prompt is not in the
             cache yet.
         joined: sequences that have entered a row since the last batch, for the runner.

@@ -249,7 +249,7 @@ class Continuous:
     def _launch_chunks(
         self, decode_tokens: int, admit: bool = True
     ) -> list[continuous_batch.Chunk]:
-        """Take chunks of the prompts that have begun, then admit sequences and take theirs.
+        """Take chunks of the prompts that have begun, then admit sequences and take their chunks.
 
         All chunks together have at most ``chunk_size`` tokens, and fit beside ``decode_tokens`` in
         the step. ``admit``: False: take no new sequences.

@@ -36,8 +36,9 @@ class UncachedTokens:
         kv_slots: KV slots, int64 [F].
         source: For each token, the index of the hidden state that it continues, int64 [F]: in the
             target's [T] states, followed by the states of ``pages``.
-        pages: Last page of the cached prefix of each row that starts after one, int64; the state
-            stored for the last token of this page is continued. None without such rows.
+        pages: For each row that starts after a cached prefix, the prefix's last page, int64. The
+            row continues the hidden state stored for the last token of this page. None if no
+            row starts after a cached prefix.
     """
 
     input_ids: Tensor
@@ -66,7 +67,7 @@ class NewestTokens:
 
 
 def uncached_tokens(batch: Batch, tokens: Tensor, page_size: int) -> UncachedTokens:
-    """Return the tokens of a target's step that the draft's cache lacks, without rows' newest.
+    """Return the tokens of a target's step that the draft's cache lacks, except each row's newest.
 
     NOTE: rejected tokens of decode rows are among these tokens; their entries are overwritten
     before they are read.
@@ -170,7 +171,7 @@ class DraftPositions(NamedTuple):
         positions: Positions of the tokens, [D].
         kv_slots: KV slots of the tokens, [D].
         kv_lens: Lengths of the rows after the pass, [D].
-        query_starts: Index of each row's token in the batch, and D, [D + 1].
+        query_starts: Index of each row's token in the batch, followed by D; [D + 1].
     """
 
     positions: Tensor

@@ -65,16 +65,16 @@ def _accepted(drawn: list[int], fed: list[int]) -> int:
 def uncached_tokens_host(
     batch: Batch, accepted: Accepted, page_size: int, keep: int
 ) -> UncachedTokens:
-    """Return what ``drafting.uncached_tokens`` does, for the first ``keep - 1`` tokens of each row.
+    """Do the work of ``drafting.uncached_tokens`` on the host, for a step of decode rows only.
 
-    All rows must decode; the work is done on the host.
+    Only the first ``keep - 1`` tokens of each row are returned.
 
     Args:
         batch: The target's step.
         accepted: The tokens accepted in the step.
         page_size: Tokens per page.
-        keep: The largest number of tokens that a row gained, or more, so that each token left
-            out is a rejected one or a row's newest.
+        keep: At least the largest number of tokens that a row gained. Each token left out is then
+            a rejected one or a row's newest.
     """
     width = accepted.tokens.shape[1]
     starts: list[int] = batch.positions.tolist()[::width]

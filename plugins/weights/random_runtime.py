@@ -120,8 +120,8 @@ class RandomSource:
     def _deviation(self, name: str, inputs: int) -> float:
         """Return the standard deviation of a weight: ``inputs`` ** -0.5, with two exceptions.
 
-        Embeddings have 1 unless tied to the head; weights that write to the residual stream have
-        less the more layers the model has.
+        Embeddings that are not tied to the head have 1. Weights whose products are added to the
+        residual stream have a smaller deviation in models with more layers.
         """
         if "embed_tokens" in name and not self._tied:
             return 1.0

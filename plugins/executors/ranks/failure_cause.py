@@ -57,7 +57,7 @@ def first_cause(troubles: Iterable[Trouble]) -> Trouble:
 
 
 def settled(kind: int, waited: float) -> bool:
-    """Return True if an executor need not wait longer for reports of an earlier cause.
+    """Return True if an executor has waited long enough for reports of an earlier cause.
 
     Args:
         kind: kind of the first cause so far.
@@ -69,10 +69,10 @@ def settled(kind: int, waited: float) -> bool:
 
 
 def host_limit(timeout: float) -> float:
-    """Return the seconds of silence of a host or rank after which an engine on several hosts ends.
+    """Return how many seconds a host or rank may be silent before an engine on several hosts ends.
 
-    The limit is chosen so that the engine has ended ``timeout`` seconds after a link broke: before
-    the collectives time out, whose error would state only that a peer is missing.
+    With this limit the engine ends before the collectives time out. Their error would state only
+    that a peer is missing.
 
     Args:
         timeout: timeout of the collectives, in seconds.

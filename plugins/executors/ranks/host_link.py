@@ -341,7 +341,7 @@ class HostLink:
 
 
 def named(trouble: Trouble, site: str) -> Trouble:
-    """Return ``trouble`` with the host's name, ``site``, before its text."""
+    """Return ``trouble`` with ``site``, the name of the host, put before its text."""
     return Trouble(trouble.kind, f"{site}: {trouble.text}", trouble.traceback)
 
 

@@ -156,7 +156,8 @@ def rank_main(
 def _shorten_spinning() -> None:
     """Make waiting threads of torch spin for microseconds instead of milliseconds.
 
-    The front end needs a core too. Settings in the user's environment take precedence.
+    Spinning threads would take the core that the front end needs. Settings in the user's
+    environment take precedence.
 
     NOTE: libgomp reads its environment once, when torch is imported.
     """

@@ -68,7 +68,10 @@ class GraphShape:
 
     @staticmethod
     def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0) -> GraphShape:
-        """Return the shape for ``rows`` rows of up to ``keys`` tokens; 0: the plan's longest."""
+        """Return the shape for ``rows`` rows of up to ``keys`` tokens.
+
+        ``keys`` = 0: rows may be as long as the plan allows.
+        """
         return GraphShape(
             mode, rows, sizes.width, keys or sizes.positions, sizes.page_size, sizes.max_running
         )

@@ -3,9 +3,9 @@
 A pass is captured for a number of tokens, T, in pieces. Each piece ends where a layer calls
 attention (a split point, see ``core.step.graph_pieces.SplitPoints``), and the next one begins
 after it. A step of n <= T tokens fills fixed memory, replays the first piece, runs attention
-eagerly for its n tokens, replays the next piece, and so on. The padding rows after the n tokens are
-token 0 at position 0, for which the result of attention is zeros: no number of another step enters
-them, and their results are never read.
+eagerly for its n tokens, replays the next piece, and so on. The padding rows after the n tokens
+hold token 0 at position 0, and zeros as the result of attention. They therefore contain no numbers
+of other steps. Their results are never read.
 """
 
 from __future__ import annotations
