@@ -247,7 +247,7 @@ def decode_splits(
     kv_scale: float = 1.0,
     merged: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention to each of S = ``tiling.splits`` > 1 splits of the keys by itself.
+    """Compute attention separately for each of S splits of the keys: ``tiling.splits``, > 1.
 
     A row with fewer than S tiles of ``tiling.block_n`` keys leaves some of its splits unwritten.
     Other arguments as in :func:`mla_decode`.

@@ -172,7 +172,7 @@ def _compile(
 ) -> list[str]:
     """Run each (GEMM, configuration, tokens) once, so that its kernel is cached on disk.
 
-    The experts are only a few of the problem's.
+    Only a few of the problem's experts are allocated for this.
 
     Returns:
         Keys of the configurations that failed.
