@@ -52,8 +52,8 @@ class PeerBuffers:
         peers: addresses of the ranks' buffers, int64 [ranks].
         turns: number of calls that have used each tile, modulo BUFFERS, int32 [tiles]: the index of
             the buffer that the next call fills.
-        fault: int64 [2]: 0, or 1 + number of the rank whose data did not arrive in time; and the
-            address of an int32 of the host that is set to the same.
+        fault: int64 [2]. First 0; if data did not arrive in time, 1 + number of the sending rank.
+            Second the address of an int32 in host memory that is set to the same number.
         limit: nanoseconds to wait for data; 0: no limit.
     """
 

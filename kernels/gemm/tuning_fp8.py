@@ -148,7 +148,7 @@ def tune_gemm(
     workers: int = 8,
     log: Log = print,
 ) -> Table:
-    """Find the fastest configuration for each row count that the table lacks; write it at once.
+    """Find the fastest configuration for each row count that the table lacks; store each at once.
 
     Args:
         columns: N.

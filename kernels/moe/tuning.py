@@ -309,7 +309,7 @@ def tune_experts(
     workers: int = 8,
     log: Callable[[str], None] = print,
 ) -> dict[int, dict[str, Config]]:
-    """Find the fastest kernels for each token count that the table lacks; write them at once.
+    """Find the fastest kernels for each token count that the table lacks; store each at once.
 
     Args:
         problem: The experts.

@@ -242,7 +242,7 @@ def tune_experts(
     workers: int = 8,
     log: Log = print,
 ) -> Table:
-    """Find the fastest kernels for each token count that the table lacks; write them at once.
+    """Find the fastest kernels for each token count that the table lacks; store each at once.
 
     Args:
         problem: The experts.
