@@ -122,7 +122,7 @@ def add_rms_norm(
         residual: [T, N], equal on all ranks.
         weight: [N].
         eps: epsilon of the norm.
-        buffers: the group's buffers, with a tile of N, padded to a power of two, for each row.
+        buffers: the group's buffers, with a tile for each row: N, padded to a power of two.
         ids: int [T, K]; rows of x with negative ids do not count.
         plain: receives the norm, [T, N].
         quantized: receives the norm as E4M3 values [T, N] and float32 scales.

@@ -179,7 +179,7 @@ def two_shot(
 
     Args:
         x: contiguous; ``terms.fits(x, ranks)``.
-        terms: buffers for the numbers that an owner sums; their ``turns`` count all tiles of x.
+        terms: buffers for the numbers that an owner sums; ``turns`` has an entry per tile of x.
         sums: buffers for the owners' sums, of the same capacity and tile.
         stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
         out: the result's tensor, for tests that run the stages one by one.

@@ -51,7 +51,10 @@ def row_words(hidden: int, topk: int) -> int:
 
 @triton.jit
 def _held(ids, share, HELD: tl.constexpr):
-    """Return the places of expert ``ids`` in ``share``, of HELD experts; -1 if not in it."""
+    """Return the index of each expert of ``ids`` within share number ``share``; -1: not in it.
+
+    Every share has HELD experts.
+    """
     local = ids - share * HELD
     return tl.where((local >= 0) & (local < HELD), local, -1)
 

@@ -95,7 +95,7 @@ def _reduce_scatter(
     LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Write the sum over the ranks of part RANK of x [RANKS, count] to ``out`` [count]."""
+    """Sum part RANK of x [RANKS, count] over the ranks into ``out`` [count]."""
     dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, x)
     first = tl.program_id(0)

@@ -4,8 +4,8 @@ Every rank stores its numbers into receiving buffers of its peers. A buffer hold
 negative zeros where nothing has arrived, and a program polls its part of the buffer until none is
 left. Negative zeros are sent as zeros. Three buffers take turns, so that one can be cleared while
 peers fill another: call e clears the buffer of call e - 1. Peers fill that buffer again in call
-e + 2, which they begin only after they have received this rank's data of call e + 1. The turn is
-counted on the device for each tile, so a captured graph can be replayed.
+e + 2, which they begin only after they have received this rank's data of call e + 1. The calls
+are counted on the device for each tile, so a captured graph can be replayed.
 
 All ranks of a group must make the same calls in the same order. Sums are in float32 and in order of
 rank, so they are bitwise equal on all ranks, and a number's sum does not depend on its place.
@@ -52,8 +52,8 @@ class PeerBuffers:
         peers: addresses of the ranks' buffers, int64 [ranks].
         turns: number of calls that have used each tile, modulo BUFFERS, int32 [tiles]: the index of
             the buffer that the next call fills.
-        fault: int64 [2]: 0, or 1 + number of the rank whose data did not arrive in time; and the
-            address of an int32 of the host that is set to the same.
+        fault: int64 [2]. First 0; if data did not arrive in time, 1 + number of the sending rank.
+            Second the address of an int32 in host memory that is set to the same number.
         limit: nanoseconds to wait for data; 0: no limit.
     """
 
@@ -67,7 +67,10 @@ class PeerBuffers:
     limit: int = 0
 
     def fits(self, x: Tensor, ranks: int = 1) -> bool:
-        """Return whether x can be sent in one call, one of ``ranks`` equal parts to each rank."""
+        """Return whether x can be sent in one call.
+
+        x is divided into ``ranks`` equal parts, one for each rank; 1: all of x goes to every rank.
+        """
         return x.dtype in SENT_DTYPES and x.numel() * x.element_size() <= 2 * self.capacity * ranks
 
     def constants(self, stages: int) -> dict[str, Any]:
@@ -112,7 +115,7 @@ def peer_buffers(
         tile: 16-bit words per tile.
         fault: as in ``PeerBuffers``; its device is the device of the rank.
         limit: as in ``PeerBuffers``.
-        tiles: tiles whose turns are counted; 0: those of ``capacity``.
+        tiles: number of tiles in ``PeerBuffers.turns``; 0: the tiles of ``capacity``.
     """
     assert capacity % tile == 0, "turns are counted for whole tiles"
     device = fault.device
@@ -194,7 +197,7 @@ def buffers_of(peers, rank, like):
 
 @triton.jit
 def push(bits, at, mask, peers, turn, capacity, like, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Store ``bits`` at index ``at`` of this rank's part of every peer's buffers."""
+    """Store ``bits`` in every peer's buffer, at index ``at`` of the part for this rank."""
     for distance in tl.static_range(1, RANKS):
         # the receiver is ``distance`` ahead of this rank, so this rank is the rest ahead of it
         place = (turn * (RANKS - 1) + RANKS - 1 - distance) * capacity + at
@@ -236,7 +239,10 @@ def clear_one(place, mask, like):
 
 @triton.jit
 def clear(at, mask, own, turn, capacity, RANKS: tl.constexpr):
-    """Mark the words at index ``at`` of the buffer of the turn before ``turn`` as empty."""
+    """Mark the words at index ``at`` of the buffer that the previous call filled as empty.
+
+    ``turn``: index of the buffer that this call fills.
+    """
     former = (turn + TURNS - 1) % TURNS
     for index in tl.static_range(RANKS - 1):
         clear_one(own + (former * (RANKS - 1) + index) * capacity + at, mask, own)
@@ -244,6 +250,6 @@ def clear(at, mask, own, turn, capacity, RANKS: tl.constexpr):
 
 @triton.jit
 def next_turn(turns, tile, turn):
-    """Advance the turn of ``tile`` once all threads of the program have read it."""
+    """Store the next call's buffer index for ``tile``, once all threads have read ``turn``."""
     tl.debug_barrier()
     tl.store(turns + tile, (turn + 1) % TURNS)

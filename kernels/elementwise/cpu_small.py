@@ -134,7 +134,7 @@ def topk_sigmoid(
 
 
 def row_keys(heads: int, nope: int, rope: int, size: int, value: int) -> int:
-    """Return the largest number of keys of a row for which :func:`attend_row` is used; 0: never.
+    """Return the number of keys up to which a row is computed by :func:`attend_row`; 0: never.
 
     Args:
         heads: H

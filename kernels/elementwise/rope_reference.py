@@ -84,8 +84,8 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Return YaRN's factor on queries and keys: 0.1 * mscale * ln(factor) + 1.
 
-    Attention logits get its square. It is 1 for ``factor`` <= 1. From Peng et al., 2023, section
-    3.4.
+    Attention logits are thus multiplied by its square. The result is 1 for ``factor`` <= 1. From
+    Peng et al., 2023, section 3.4.
 
     Args:
         factor: number of times by which the context is extended

@@ -174,8 +174,8 @@ def silu_and_mul_pairs(
 
     Args:
         x: [R, 2N], R even
-        pairs: int32 [R], the (token, expert) pair of each row; a row whose number is not below
-            ``total_pairs`` pads a tile and is not written
+        pairs: int32 [R], the (token, expert) pair of each row; ``total_pairs`` or more: a padding
+            row, which is not written
         filled: int32 [1]: number of rows in use, which come first; an even number
         total_pairs: number of pairs
     """

@@ -128,11 +128,11 @@ def few_rows_tile(tokens: int, size: int, depth: int) -> Tile | None:
     """Return the tile for 16-bit x [tokens, depth] and W [size, depth]; None: use cuBLAS.
 
     Measured on an H200 for two of V2-Lite's layers, after a norm, cuBLAS -> tile: 7.9 -> 5.4 and
-    7.8 -> 3.7 us for one token, 8.6 -> 6.9 and 7.9 -> 5.1 us for eight. For the first GEMM of its
-    dense layer (21,888 rows, 44.8 million elements) the tile for eight tokens takes 40.4 us with
-    four tokens and 43.4 with eight, cuBLAS 27.0 and 27.3, norm included. ``CUBLAS_WEIGHT_ELEMENTS``
-    is below that size and above the largest of DeepSeek's layers that were not measured (24,576
-    rows of 1,536).
+    7.8 -> 3.7 us for one token, 8.6 -> 6.9 and 7.9 -> 5.1 us for eight. Tiles are slower for the
+    first GEMM of its dense layer (21,888 rows, 44.8 million elements), norm included: 27.0 -> 40.4
+    us for four tokens, 27.3 -> 43.4 us for eight. ``CUBLAS_WEIGHT_ELEMENTS``, from which cuBLAS is
+    used, is below the size of that layer and above that of the largest unmeasured layer of
+    DeepSeek's models (24,576 rows of 1,536).
     """
     if tokens == 1 and depth <= 16384:
         return Tile(4, 0, 1, 4) if depth <= 4096 else Tile(2, 0, 1, 8)

@@ -63,9 +63,10 @@ def _vector(
 
 
 def groups_of(depth: int, splits: int) -> int:
-    """Return the number of 128-column groups of a row of W that a program holds, a power of two.
+    """Return the number of 128-column groups that a program holds of a row of W.
 
-    The ``depth`` columns of W are divided among ``splits`` programs.
+    The ``depth`` columns of W are divided among ``splits`` programs. The number is rounded up to a
+    power of two.
     """
     return next_power_of_2(cdiv(cdiv(depth, FP8_BLOCK), splits))
 

@@ -110,9 +110,10 @@ def _gemm(
     FETCH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute one tile of one depth split, the second grid dimension.
+    """Compute one tile of the output over one depth split.
 
-    ``weight`` is ``stored`` or its TMA descriptor.
+    The second grid index is the number of the split. ``weight`` is ``stored`` or its TMA
+    descriptor.
     """
     dependent_launch.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -191,9 +192,10 @@ def fp8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 def fp8_gemm_config(rows: int, columns: int, depth: int) -> Config:
     """Return the configuration for x [rows, depth] and W [columns, depth].
 
-    It is that of the tuned table for the nearest number of rows, or, without a table, that of
-    :func:`fp8_gemm_rule`. It has the tiles of ``_gemm``, or, for ``gemm.few_rows_fp8``, the weight
-    rows of a program (``HELD``), the depth splits (``SPLIT_K``) and the warps.
+    With a tuned table it is the entry for the nearest number of rows, otherwise the result of
+    :func:`fp8_gemm_rule`. It holds the tile sizes of ``_gemm``. If it has the key ``HELD``, it is
+    for ``gemm.few_rows_fp8`` instead and holds the weight rows of a program (``HELD``), the number
+    of depth splits (``SPLIT_K``) and the number of warps.
     """
     name = tuned_tables.file_name(
         tuned_tables.problem(columns, depth), tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK)

@@ -120,7 +120,10 @@ def load_plane(x_at, first, depth, EVEN: tl.constexpr):
 
 @triton.jit
 def load_rows(at, inside, EVEN_N: tl.constexpr):
-    """Load at the pointers ``at``; without ``EVEN_N`` zeros where not ``inside``."""
+    """Load at the pointers ``at``; pointers that are not ``inside`` give zeros.
+
+    With ``EVEN_N`` all pointers are inside.
+    """
     if EVEN_N:
         value = tl.load(at)
     else:
@@ -156,7 +159,9 @@ def _gemm(
     BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute one tile of one depth split, the second grid dimension: out [splits, M, N].
+    """Compute one tile of the output over one depth split.
+
+    The second grid index is the number of the split. ``out`` is [splits, M, N].
 
     ``GROUP`` is 32, 64 or a multiple of 128.
     """
@@ -259,7 +264,7 @@ def int4_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def int4_gemm_config(rows: int, columns: int, depth: int) -> Config:
-    """Return the tuned configuration for the nearest number of rows, or by rule if none is.
+    """Return the tuned configuration for the nearest number of rows; if none fits, the rule's.
 
     The GEMM multiplies x [rows, depth] by W [columns, depth]^T.
     """

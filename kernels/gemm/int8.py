@@ -74,9 +74,10 @@ def _gemm(
     SPLIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute one tile of one depth split, the second grid dimension.
+    """Compute one tile of the output over one depth split.
 
-    With ``SPLIT`` the unscaled sums are stored, int32 [splits, M, N].
+    The second grid index is the number of the split. With ``SPLIT`` the unscaled sums are
+    stored, int32 [splits, M, N].
     """
     dependent_launch.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -175,7 +176,7 @@ def int8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def int8_gemm_config(rows: int, columns: int, depth: int) -> Config:
-    """Return the tuned configuration for the nearest number of rows, or by rule if none is.
+    """Return the tuned configuration for the nearest number of rows; if none fits, the rule's.
 
     The GEMM multiplies x [rows, depth] by W [columns, depth]^T.
     """

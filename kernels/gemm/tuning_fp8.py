@@ -74,7 +74,10 @@ def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
 
 
 def held_candidates(depth: int) -> list[Config]:
-    """Return the candidates of ``gemm.few_rows_fp8`` whose depth is at most a quarter padding."""
+    """Return the configurations of ``gemm.few_rows_fp8`` to measure.
+
+    At most a quarter of the columns that their programs hold is padding.
+    """
     found: list[Config] = []
     for rows, splits, warps in product(HELD_ROWS, DEPTH_SPLITS, (4, 8)):
         groups = few_rows_fp8.groups_of(depth, splits)
@@ -145,7 +148,7 @@ def tune_gemm(
     workers: int = 8,
     log: Log = print,
 ) -> Table:
-    """Find the fastest configuration for each row count that the table lacks; write it at once.
+    """Find the fastest configuration for each row count that the table lacks; store each at once.
 
     Args:
         columns: N.

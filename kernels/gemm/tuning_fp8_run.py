@@ -94,7 +94,9 @@ class TuningRun:
         compile_: Callable[..., list[str]],
         *more: object,
     ) -> Iterator[int]:
-        """Compile candidates for counts that the table lacks, then yield these until time is up.
+        """Compile the candidates of all row counts that the table lacks, then yield these counts.
+
+        None is yielded after the time limit.
 
         Args:
             rows: Row counts of the table.

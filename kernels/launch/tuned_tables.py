@@ -40,7 +40,7 @@ def spelt(card: str) -> str:
 
 
 def minor(version: str) -> str:
-    """Return the major and minor version, which identify a table."""
+    """Return the major and minor part of a version of Triton, as in file names of tables."""
     return ".".join(version.split(".")[:2])
 
 

@@ -180,8 +180,8 @@ def mha_decode(
     """Attend queries to a paged cache. An FP8 cache is read as stored, without a scale.
 
     Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
-    L - W + i, both included. With ``tree`` it sees the keys before the row's last W tokens, and
-    token j of these W if bit j of its entry in ``tree`` is set.
+    L - W + i, both included. With ``tree`` it sees all keys before the row's last W tokens, and of
+    these W tokens it sees token j if bit j of ``tree[row, i]`` is set.
 
     Args:
         query: [B * W, H, D]; W is the number of tokens divided by B

@@ -163,9 +163,9 @@ def paged_reference(
     """Attend decoding rows to a paged cache by the definition, in float64.
 
     Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
-    L - W + i, both included. With ``tree`` it sees the keys before the row's last W tokens, and
-    token j of these W if bit j of its entry in ``tree`` is set. A query that sees no key gives
-    zeros.
+    L - W + i, both included. With ``tree`` it sees all keys before the row's last W tokens, and of
+    these W tokens it sees token j if bit j of ``tree[row, i]`` is set. A query that sees no
+    key gives zeros.
 
     Args:
         query: [B * W, H, D]

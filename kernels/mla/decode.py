@@ -168,8 +168,8 @@ def mla_decode(
     """Attend absorbed queries to a paged cache.
 
     Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
-    L - W + i, both included. With ``tree`` it sees the keys before the row's last W tokens, and
-    token j of these W if bit j of its entry in ``tree`` is set.
+    L - W + i, both included. With ``tree`` it sees all keys before the row's last W tokens, and of
+    these W tokens it sees token j if bit j of ``tree[row, i]`` is set.
 
     Args:
         query: [B * W, H, C + R]; W is the number of tokens divided by B
@@ -247,7 +247,7 @@ def decode_splits(
     kv_scale: float = 1.0,
     merged: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention to each of S = ``tiling.splits`` > 1 splits of the keys by itself.
+    """Compute attention separately for each of S splits of the keys: ``tiling.splits``, > 1.
 
     A row with fewer than S tiles of ``tiling.block_n`` keys leaves some of its splits unwritten.
     Other arguments as in :func:`mla_decode`.

@@ -240,8 +240,8 @@ def mla_decode_hopper_kernel(
 
     ``latent_at`` and ``rope_at`` describe the cache [slots, C + R] in tiles of 64 rows of C and of
     R numbers. If MERGED_SPLITS (the number of splits) is not 0, the last program to finish for a
-    block of queries merges the splits into ``merged`` [B * W, H, C]. For FLAT, only below 64 pairs,
-    see ``_store``.
+    block of queries merges the splits into ``merged`` [B * W, H, C]. ``_store`` explains
+    FLAT, which is possible only below 64 pairs.
     """
     AXIS: gl.constexpr = 0 if BLOCK_M < 64 else 1  # axis of the keys
     s_layout: gl.constexpr = _score_layout(BLOCK_M, gl.num_warps())

@@ -133,7 +133,9 @@ def few_for_prologue(tokens: int, heads: int) -> bool:
 
 
 def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
-    """Multiply q_nope [T, H, N] by w_uk [H, N, C] into absorbed[..., :C] of absorbed [T, H, C + P].
+    """Multiply q_nope [T, H, N] by w_uk [H, N, C] into absorbed[..., :C].
+
+    ``absorbed`` is [T, H, C + P].
 
     The reference is ``kernels.mla.reference.absorb``.
     """

@@ -1,7 +1,7 @@
 """W_UV's GEMM fused with the merge of the KV splits of ``mla_decode``.
 
-It saves a launch against ``merge_splits.merge`` followed by ``prologue.project``, and a pass over
-memory and a wait against a merge by the last program of a row. The reference is
+Compared with ``merge_splits.merge`` followed by ``prologue.project`` it saves a launch. Compared
+with a merge by the last program of a row it saves a pass over memory and a wait. The reference is
 ``merge_splits.merge`` followed by ``kernels.mla.reference.project``.
 """
 

@@ -25,8 +25,8 @@ class Alignment(NamedTuple):
     """(Token, expert) pairs sorted by expert. Pair t * K + k is token t's k-th expert.
 
     Attributes:
-        sorted_pairs: int32 [R]: pairs in order of experts, T * K in padding; undefined from
-            ``num_padded`` on. R = blocks * ``block_m`` is the most that any routing needs.
+        sorted_pairs: int32 [R]: pairs in order of experts; T * K marks padding. Undefined from
+            position ``num_padded`` on. R = blocks * ``block_m`` is the most that any routing needs.
         expert_of_block: int32 [blocks]: the expert of each block of ``block_m`` positions, -1
             after the last block.
         num_padded: int32 [1]: number of positions in use, padding included.
@@ -247,8 +247,8 @@ def align(ids: Tensor, experts: int, block_m: int, left_out: int = 0) -> Alignme
         ids: int32 or int64 [T, K]. Ids outside [0, experts) are left out.
         experts: Number of experts.
         block_m: Rows of a tile, any number.
-        left_out: Number of ids that every token has at least outside [0, experts), such as those of
-            fused shared experts; fewer blocks are then allocated.
+        left_out: Every token has at least this number of ids outside [0, experts), such as those
+            of fused shared experts; fewer blocks are then allocated.
     """
     pairs = ids.numel()
     device = ids.device

@@ -107,8 +107,8 @@ def products(
         weights: float32 [T, K].
         config: The tile configurations of both GEMMs; None: chosen by shape and token count.
         fused_shared: Number of fused shared experts: the last experts, which are the last ones of
-            every token, in order, with weight 1. Their results may be summed to one row per token
-            with the first one's id.
+            every token, in order, with weight 1. Their results may be returned as one summed row
+            per token, with the id of the first of them.
         early: The result of :func:`begin` for the same x and the ids that the gate chose.
 
     Returns:
@@ -147,7 +147,7 @@ def products(
 def fused_shared_mlp(x: Tensor, w13: Tensor, w2: Tensor, out: Tensor) -> None:
     """Write the sum of S fused shared experts' outputs to ``out``, computed as a dense MLP.
 
-    This suits loads that are limited by the tensor cores.
+    This is fast for loads that are limited by the tensor cores.
 
     NOTE: a single GEMM over all S of w2 would need them side by side, [H, S * I], a layout that no
     other kernel here reads.

@@ -340,8 +340,9 @@ def up(
 
     Returns:
         [R + shared * T, I]: a row for each position in ``aligned`` (or each pair), then T rows for
-        each fused shared expert. Rows of padding and of experts of other ranks are not written,
-        nor, without ``aligned``, the rows of the fused shared experts' pairs among the first R.
+        each fused shared expert. Rows of padding and of experts of other ranks are not written.
+        Without ``aligned`` the first R rows include rows for the fused shared experts' pairs, which
+        are not written either.
     """
     if early is not None:
         return _launch(x, w13, early.out, ids, None, aligned, config, fused_shared, early.ready)

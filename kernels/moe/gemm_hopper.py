@@ -346,7 +346,8 @@ def _launch(
 ) -> Tensor:
     """Launch the second grouped GEMM, or the first if ``weights`` is None; return ``out``.
 
-    The ids have ``topk`` columns, of which ``out`` of the second GEMM has the first ``kept``.
+    The ids have ``topk`` columns. The result of the second GEMM has rows only for the first
+    ``kept`` of them.
     """
     columns = out.shape[-1]
     depth = w.shape[2]

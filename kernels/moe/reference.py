@@ -46,9 +46,9 @@ def experts_host(
 ) -> Tensor:
     """Compute :func:`experts_reference` on the CPU, where reading ids is free. Ids must be >= 0.
 
-    Few pairs are computed by matrix-vector products. Even loads are computed by one padded batched
-    GEMM over all experts, which uses every core, other loads (many experts, few of them chosen)
-    by a loop over the chosen experts.
+    Few pairs are computed by matrix-vector products. If the experts have about equal numbers
+    of pairs, one padded batched GEMM over all experts is used, which keeps every core busy.
+    Otherwise (many experts, few of them chosen) there is a loop over the chosen experts.
     """
     tokens = ids.shape[0]
     pairs = ids.numel()

@@ -1,9 +1,10 @@
 """The MoE gate in one or two launches: scores in float32, the choice of experts, their weights.
 
 The score GEMM is split over experts and, for few tokens, over the depth. If choosing is cheap, the
-last program of a block of tokens, found by a ticket that it resets, sums the splits and chooses.
-Otherwise a second launch chooses, one warp per token. From ``library_tokens_min`` tokens on there
-are always two launches, the first of them cuBLAS's.
+last program of a block of tokens sums the splits and chooses. It finds that it is the last by a
+counter of finished programs, which it resets. Otherwise a second launch chooses, one warp per
+token. From ``library_tokens_min`` tokens on there are always two launches, and
+the first is cuBLAS's.
 """
 
 from __future__ import annotations
@@ -145,8 +146,9 @@ def _route(
 ):
     """Score a block of tokens for a block of experts over one depth split.
 
-    With CHOOSE the last program of a block of tokens also chooses its experts. One token takes
-    :func:`_vector_scores`, several :func:`_matrix_scores`.
+    With CHOOSE the last program of a block of tokens also chooses its experts. The scores
+    of one token are computed by :func:`_vector_scores`, those of several by
+    :func:`_matrix_scores`.
     """
     dependent_launch.begin(DEPENDENT)
     part, block = tl.program_id(0), tl.program_id(1)
@@ -330,7 +332,8 @@ def _launch(
     Arguments as in :func:`route`; ``constants`` are those of :func:`choice_constants`.
 
     Returns:
-        Scores float32 [splits, T, E], to be summed over the splits, and whether experts are chosen.
+        Scores float32 [splits, T, E], to be summed over the splits; and whether the kernel
+        has chosen the experts.
     """
     tokens = x.shape[0]
     experts, hidden = weight.shape

@@ -137,7 +137,7 @@ def pick(
     """Return the configurations {"up", "down"} measured for the nearest number of tokens.
 
     A configuration with a "dense" GEMM is skipped if a tile has fewer than ``tokens`` rows: dense
-    tiles were measured only where one held all tokens. Without any left, the rule's are returned.
+    tiles were measured only where one held all tokens. If all are skipped, the rule's are returned.
     """
     fitting = {
         number: config

@@ -172,7 +172,7 @@ def _compile(
 ) -> list[str]:
     """Run each (GEMM, configuration, tokens) once, so that its kernel is cached on disk.
 
-    The experts are only a few of the problem's.
+    Only a few of the problem's experts are allocated for this.
 
     Returns:
         Keys of the configurations that failed.
@@ -309,7 +309,7 @@ def tune_experts(
     workers: int = 8,
     log: Callable[[str], None] = print,
 ) -> dict[int, dict[str, Config]]:
-    """Find the fastest kernels for each token count that the table lacks; write them at once.
+    """Find the fastest kernels for each token count that the table lacks; store each at once.
 
     Args:
         problem: The experts.

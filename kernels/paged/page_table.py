@@ -64,10 +64,10 @@ def weights(scores, top, total):
 def best_splits(blocks: int, tiles: int, programs: int) -> int:
     """Return the number of KV splits of a kernel that has ``blocks`` programs without splits.
 
-    A row has at most ``tiles`` tiles of keys. The number minimises the time for rows of
-    TYPICAL_TILES tiles, in units of the time for one tile: rounds of ``programs`` programs at a
-    time, where a program costs two and a half tiles to begin and a merge costs one
-    more. Of equal costs the largest number is taken, which suits longer rows.
+    A row has at most ``tiles`` tiles of keys. The number minimises the estimated time
+    for rows of TYPICAL_TILES tiles, where ``programs`` programs run at a time. In units of the time
+    for one tile, the start of a program costs 2.5 and a merge of splits 1. Of equal costs the
+    largest number is taken, which suits longer rows.
     """
 
     def cost(splits: int) -> float:

@@ -175,8 +175,8 @@ def cut_off(
     """Raise each row's least weight with which a token may be drawn, as its top-k or top-p demands.
 
     Call this function for top-k first, then for top-p. Tokens of equal weight are kept or cut
-    together. Rows colder than ``coldest`` are greedy and not changed, nor are rows whose limit is
-    off.
+    together. Rows colder than ``coldest`` are greedy. These rows, and rows whose limit is off,
+    are not changed.
 
     Args:
         logits: float32 [N, V]; rows may be strided

@@ -156,7 +156,7 @@ def _best_of_row(
     blocks,
     BLOCKS: tl.constexpr,
 ):
-    """Find the best key of a block; the last program of the row writes the row's choice."""
+    """Find a block's best key (``key_of``); the last program of the row writes the row's choice."""
     tl.store(keys + row * blocks + block, tl.max(key_of(value, index)))
     if finished(arrived, row, blocks):
         each = tl.arange(0, BLOCKS)

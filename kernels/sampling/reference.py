@@ -1,9 +1,9 @@
 """Sampling on tensors: uniforms, inverse-CDF draws, top-k/top-p, penalties, log-probabilities.
 
 All functions are pure and need no host synchronisation on an accelerator. Shapes: N rows of logits,
-V vocabulary size. The uniforms are counter-based. Every result of a row depends on that row alone:
-the draw walks the vocabulary in its own order, and a cut-off is a *value*, so the other rows draw
-the same tokens whether or not one row of the batch needs a sort.
+V vocabulary size. The uniforms are counter-based. Every result of a row depends on that row alone.
+For this, a draw walks the vocabulary in order of ids, never in sorted order, and a cut-off is a
+*value*. So a row draws the same token whether or not another row of the batch needs a sort.
 """
 
 from __future__ import annotations

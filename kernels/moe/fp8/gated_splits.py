@@ -50,9 +50,10 @@ def gates_and_ups(
 ):
     """Multiply 128 gates and 128 ups of an expert, rows ``first`` on, by x.
 
-    ``x_at`` [BLOCK_M, 128] points to the rows of x. The scales are at ``xs_at`` and ``gs_at``,
-    those of the ups inter // 128 rows further on. ``weight`` is ``stored`` [E, 2 * inter, depth] or
-    its TMA descriptor. The sums are over depth groups ``start`` to ``end``.
+    ``x_at`` [BLOCK_M, 128] points to the rows of x. ``xs_at`` points to the scales of x and
+    ``gs_at`` to those of the gates; those of the ups are inter // 128 rows further on.
+    ``weight`` is ``stored`` [E, 2 * inter, depth] or its TMA descriptor. The sums
+    are over depth groups ``start`` to ``end``.
 
     Returns:
         Gates and ups, with ``SWAP`` [128, BLOCK_M] each, otherwise [BLOCK_M, 128].

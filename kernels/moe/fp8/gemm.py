@@ -294,12 +294,13 @@ def product(
         tiles: The result of :func:`tiles_of`.
         tile: Rows of a tile.
         pairs: Number of (token, expert) pairs, T * K.
-        per_token: Number of pairs that share a row of x: K for tokens, 1 for pairs.
+        per_token: Number of pairs that share a row of x: K if x has a row per token, 1 if it has
+            one per pair.
         dtype: Result's dtype.
         config: This GEMM's configuration.
         routed: float32 [pairs], routing weights; None: 1.
         fetch: Depth groups of weights to prefetch before the previous kernel ends. If > 0, the
-            alignment must be the work of a kernel before that one.
+            alignment must have been computed before the previous kernel.
 
     Returns:
         [pairs, N].

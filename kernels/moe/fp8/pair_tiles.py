@@ -41,8 +41,8 @@ def tile_and_block(tiles, filled, BLOCK_M: tl.constexpr, ORDER: tl.constexpr):
     """Return (tile, column block) of this program.
 
     With ``ORDER`` "columns" consecutive programs have the column blocks of one tile. Otherwise they
-    have the same columns of consecutive tiles; with "filled" only of the tiles in use, so that idle
-    programs come last.
+    have the same column block of consecutive tiles. With "filled" the programs of tiles in use come
+    first, and the idle programs last.
     """
     blocks = tl.num_programs(0) // tiles
     if ORDER == "columns":

@@ -104,7 +104,7 @@ def fp8_experts_config(
     has_hopper: bool,
     machine: tuple[str, str] | None = None,
 ) -> Config:
-    """Return the tuned configuration for the nearest number of tokens, or by rule if none is.
+    """Return the tuned configuration for the nearest number of tokens; if none fits, the rule's.
 
     Args:
         tokens: Tokens of a step.

@@ -168,7 +168,7 @@ def routing(problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int) -> tu
 def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple[str, Config]]:
     """Yield the pairs (kind of GEMM, configuration) to measure for ``tokens`` tokens.
 
-    Candidates depend on the mean rows of an expert of ``problem``. Kinds as in ``_Experts.call``.
+    Candidates depend on the mean number of rows of an expert. Kinds as in ``_Experts.call``.
     """
     load = tokens * problem.topk / problem.experts
     if load >= HOPPER_ROWS_MIN and card_is_hopper() and fits_hopper(problem.hidden, BFLOAT16_BYTES):
@@ -242,7 +242,7 @@ def tune_experts(
     workers: int = 8,
     log: Log = print,
 ) -> Table:
-    """Find the fastest kernels for each token count that the table lacks; write them at once.
+    """Find the fastest kernels for each token count that the table lacks; store each at once.
 
     Args:
         problem: The experts.
@@ -294,7 +294,11 @@ def _measure(bench: _Experts, problem: Fp8ExpertsProblem, number: int, failed: s
 
 
 def _cheapest(best: Best) -> tuple[float, Config]:
-    """Return (microseconds, configuration) of the fastest first and second GEMM of equal tiles."""
+    """Return (microseconds, configuration) of the fastest pair of GEMMs.
+
+    Both GEMMs have the same rows per tile, and both or neither have tiles of one pair. ``best``
+    holds the fastest GEMM of each kind and tile.
+    """
     found = []
     for (kind, tile, paired), first in best.items():
         if kind == "second" or ("second", tile, paired) not in best:

@@ -1,7 +1,7 @@
 """Tile configurations of routed experts with int8 or int4 weights, from a tuned table or a rule.
 
-A configuration has the keys "up" and "down", one for each GEMM. Their "dense" is equal: if true,
-every expert gets a tile of all tokens, without an alignment.
+A configuration has the keys "up" and "down", one for each GEMM. Both have the same value of
+the key "dense": if true, every expert gets a tile of all tokens, without an alignment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def narrow_experts_config(
     inter: int,
     hidden: int,
 ) -> Mapping[str, Config]:
-    """Return the tuned configuration for the nearest number of tokens, or by rule if none is.
+    """Return the tuned configuration for the nearest number of tokens; if none fits, the rule's.
 
     Args:
         dtype: Dtype of the weights as file names spell it.
@@ -49,8 +49,8 @@ def measured_for(name: str, tokens: int) -> Mapping[str, Config] | None:
     dense tiles were measured only where one held all tokens of the step.
 
     Returns:
-        {"up", "down"}; None without a table, without a configuration that is not skipped, or if
-            the largest of their token counts is less than half of ``tokens``
+        {"up", "down"}; None if there is no table, if all its configurations are skipped, or if
+            the largest token count of the others is less than half of ``tokens``
     """
     fitting = {
         number: config
