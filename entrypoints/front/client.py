@@ -47,7 +47,7 @@ class _Mailbox:
         loop: the event loop.
 
     Attributes:
-        _open: the last item is held back because it has fewer tokens than ``interval``.
+        _open: True while the last delta is held back because it has fewer than ``interval`` tokens.
     """
 
     __slots__ = ("_interval", "_items", "_loop", "_open", "_started", "_waiter")
@@ -183,7 +183,7 @@ class EngineClient:
         return self.reason
 
     def healthy(self) -> bool:
-        """Return whether the engine is starting, or sent messages in the last HEARTBEAT_LIMIT s."""
+        """True if the engine is starting, or sent a message in the last HEARTBEAT_LIMIT seconds."""
         if self.state == "starting":
             return True
         return (
@@ -305,7 +305,7 @@ class EngineClient:
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _send(self, message: Inbound) -> None:
-        """Queue a message to the engine; messages of one loop iteration are sent as one frame."""
+        """Queue a message to the engine. One iteration of the loop sends one frame."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
@@ -317,7 +317,7 @@ class EngineClient:
             self._executor.submit(encode(outgoing))
 
     def _pump_frames(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Pass the engine's frames to the event loop until the engine ends.
+        """Decode the engine's frames and pass them to the event loop until the engine ends.
 
         The method runs in a thread of its own.
         """

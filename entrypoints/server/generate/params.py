@@ -181,7 +181,7 @@ def native_params(
 
 @contextmanager
 def field_errors_at(place: str) -> Iterator[None]:
-    """Change the field named by a RequestError in this context to its path on the native route.
+    """Within this context, let a RequestError name its field as a native request does.
 
     Args:
         place: path of the sampling parameters in the body, such as "sampling_params.3"; "" leaves
