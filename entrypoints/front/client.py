@@ -42,8 +42,8 @@ class _Mailbox:
     """A queue of the output deltas of one sequence, with one consumer. ``put`` never blocks.
 
     Args:
-        interval: tokens per delta after the first one; smaller deltas are merged. 1: deltas are
-            passed on as they come.
+        interval: least number of tokens of a delta, except for the first and the last; smaller
+            deltas are merged. 1: deltas are passed on as they come.
         loop: the event loop.
 
     Attributes:
@@ -183,7 +183,7 @@ class EngineClient:
         return self.reason
 
     def healthy(self) -> bool:
-        """True if the engine is starting, or sent a message in the last HEARTBEAT_LIMIT seconds."""
+        """Return True if the engine is starting, or sent messages in the last HEARTBEAT_LIMIT s."""
         if self.state == "starting":
             return True
         return (
@@ -200,7 +200,7 @@ class EngineClient:
 
     @property
     def progress(self) -> dict[int, Any]:
-        """Latest start-up progress by rank."""
+        """The latest start-up progress of each rank, by the rank's number."""
         return dict(self._front.progress)
 
     # ---- requests --------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ class LLM:
         return deltas
 
     def abort(self, streams: Sequence[Stream]) -> None:
-        """Abort submitted sequences. ``poll`` returns no further deltas of them.
+        """Abort submitted sequences. ``poll`` returns no further deltas of these sequences.
 
         Unknown and ended sequences are ignored.
         """

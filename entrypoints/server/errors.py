@@ -181,9 +181,9 @@ def _in_field_of_union_member(loc: tuple[Any, ...]) -> bool:
 
 
 def _union_members_at(loc: tuple[Any, ...], errors: list[Any]) -> list[str]:
-    """Return the names of all types of a union whose value is at ``loc``.
+    """Return the names of all types that the field at ``loc`` allows.
 
-    pydantic reports at least one error for each type of the union. The names are collected from
+    pydantic reports at least one error for each allowed type. The names are collected from
     the locations of these errors, in order.
 
     Args:

@@ -122,7 +122,7 @@ def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
 
 
 async def stats_lines(client: EngineClient, options: LogOptions) -> None:
-    """Log the statistics every ``log.stats_interval`` seconds if tokens were processed since."""
+    """Log the statistics every ``log.stats_interval`` seconds, if there are new tokens."""
     if not options.stats_interval:
         return
     last = client.stats()

@@ -309,7 +309,7 @@ class HttpServer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Within the context, call ``stop`` on SIGTERM and SIGINT.
+        """Call ``stop`` on SIGTERM and SIGINT within the context.
 
         Only the main thread can handle signals; in other threads nothing is changed.
         """

@@ -12,7 +12,7 @@ class UsageCount:
 
     Args:
         per_prompt: number of consecutive sequences that share a prompt. The prompt's tokens count
-        once.
+            once.
     """
 
     def __init__(self, per_prompt: int) -> None:
