@@ -42,12 +42,12 @@ class _Mailbox:
     """A queue of the output deltas of one sequence, with one consumer. ``put`` never blocks.
 
     Args:
-        interval: tokens per delta after the first one; smaller deltas are merged. 1: deltas are
-            passed on as they come.
+        interval: least number of tokens of a delta, except for the first and the last; smaller
+            deltas are merged. 1: deltas are passed on as they come.
         loop: the event loop.
 
     Attributes:
-        _open: the last item is held back because it has fewer tokens than ``interval``.
+        _open: True while the last delta is held back because it has fewer than ``interval`` tokens.
     """
 
     __slots__ = ("_interval", "_items", "_loop", "_open", "_started", "_waiter")
@@ -183,7 +183,7 @@ class EngineClient:
         return self.reason
 
     def healthy(self) -> bool:
-        """Return whether the engine is starting, or sent messages in the last HEARTBEAT_LIMIT s."""
+        """Return True if the engine is starting, or sent messages in the last HEARTBEAT_LIMIT s."""
         if self.state == "starting":
             return True
         return (
@@ -200,7 +200,7 @@ class EngineClient:
 
     @property
     def progress(self) -> dict[int, Any]:
-        """Latest start-up progress by rank."""
+        """The latest start-up progress of each rank, by the rank's number."""
         return dict(self._front.progress)
 
     # ---- requests --------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class EngineClient:
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _send(self, message: Inbound) -> None:
-        """Queue a message to the engine; messages of one loop iteration are sent as one frame."""
+        """Queue a message to the engine. One iteration of the loop sends one frame."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
@@ -317,7 +317,7 @@ class EngineClient:
             self._executor.submit(encode(outgoing))
 
     def _pump_frames(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Pass the engine's frames to the event loop until the engine ends.
+        """Decode the engine's frames and pass them to the event loop until the engine ends.
 
         The method runs in a thread of its own.
         """

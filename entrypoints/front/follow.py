@@ -59,7 +59,8 @@ def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
 def _supervise(executor: Executor, drain: float) -> None:
     """Wait for the end of the engine, which the executor reports by raising an exception.
 
-    Return normally if a signal came and host 0 did not end the engine within the drain limit.
+    After a signal, host 0 is given the drain limit and DRAIN_MARGIN_SECONDS to end the engine.
+    If it does not, the function returns without an exception.
 
     Args:
         executor: the started executor of this host.

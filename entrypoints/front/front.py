@@ -61,7 +61,7 @@ class Stream:
         prompt_tokens, output_tokens, cached_tokens: token counts so far.
         text: converter of tokens to text, which also finds stop strings; None without a tokenizer.
         arrival: time of :meth:`Front.submit`, seconds (monotonic).
-        queued, prefill: seconds measured by the engine, see :class:`Times`.
+        queued, prefill: seconds in the phases ``queue`` and ``prefill`` of :class:`Times`.
         first, last: time of the first and of the latest token, seconds (monotonic).
         done: the sequence has ended or was aborted.
         prompt_logprobs: log-probabilities of the prompt received so far.

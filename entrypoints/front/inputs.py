@@ -28,7 +28,7 @@ def prompts(given: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
 
 
 def prompt(given: Any) -> str | list[int]:
-    """Return a prompt as ``given`` if it is a text, else its token ids as a list of int.
+    """Return a prompt: a text unchanged, token ids as a list of int.
 
     Raises:
         RequestError: ``given`` is neither a text nor token ids.

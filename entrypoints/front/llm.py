@@ -43,7 +43,7 @@ class Completion:
 
     Attributes:
         prompt_token_ids: token ids of the prompt.
-        index: index of the choice among the ``n`` of the prompt.
+        index: number of the completion among the ``n`` of its prompt, from 0.
         text: generated text, special tokens removed unless ``skip_special_tokens=False``; ""
             without a tokenizer.
         token_ids: generated ids, including the eos that ended the sequence.
@@ -210,7 +210,7 @@ class LLM:
         return deltas
 
     def abort(self, streams: Sequence[Stream]) -> None:
-        """Abort submitted sequences. ``poll`` returns no further deltas of them.
+        """Abort submitted sequences. ``poll`` returns no further deltas of these sequences.
 
         Unknown and ended sequences are ignored.
         """

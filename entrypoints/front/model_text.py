@@ -68,8 +68,10 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
 def _check_template(tokenizer: Tokenizer) -> None:
     """Check that the chat template can render a message.
 
+    A template may raise an error of its own to refuse the message. This passes the check.
+
     Raises:
-        PlanRefused: rendering failed, other than by the template's own refusal of the conversation.
+        PlanRefused: rendering failed for another reason.
     """
     from glowplug.core.text.chat_template import TEMPLATE_FIX
 

@@ -90,7 +90,7 @@ def _add_routes(app: FastAPI) -> None:
 
 
 def _add_middleware(app: FastAPI, context: Context) -> None:
-    """Add CORS headers, if configured, and around them the limits on requests."""
+    """Add the layer for CORS, if configured, and the outermost layer: the limits on requests."""
     if context.options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

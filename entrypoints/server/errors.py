@@ -137,11 +137,12 @@ def from_delta(delta: Delta) -> RequestError | None:
 
 
 def from_validation(errors: list[Any]) -> RequestError:
-    """Return an error that reports one of the problems pydantic found in a body, and its field.
+    """Return the error for a body that pydantic refused. It reports one problem and its field.
 
-    The first problem is reported. For a value of a union, pydantic reports one error for each
-    member type. Of these, the error of the member that has the value's type is preferred, then an
-    error in a field of an object; otherwise the message lists all member types.
+    The first problem other than a wrong type is chosen. A field may allow several types, and
+    pydantic then reports a wrong type for each type that the value does not have. If all problems
+    are wrong types, one inside an object is preferred. If a field that allows several types has
+    none of them, the message lists them all.
 
     Args:
         errors: ``ValidationError.errors()``.
@@ -169,9 +170,9 @@ def from_validation(errors: list[Any]) -> RequestError:
 
 
 def _in_field_of_union_member(loc: tuple[Any, ...]) -> bool:
-    """Return whether the error location ``loc`` is a field inside a member of a union.
+    """Return whether an error is in a field of an object that is one of a union's types.
 
-    Otherwise ``loc`` is the member itself, or no union is on the way to it.
+    ``loc``: pydantic's location of the error.
     """
     member = next(
         (place for place, part in enumerate(loc) if _is_union_member(str(part))), len(loc)
@@ -180,10 +181,15 @@ def _in_field_of_union_member(loc: tuple[Any, ...]) -> bool:
 
 
 def _union_members_at(loc: tuple[Any, ...], errors: list[Any]) -> list[str]:
-    """Return the names of all members of the union at which the error location ``loc`` ends.
+    """Return the names of all types that the field at ``loc`` allows.
 
-    pydantic reports an error for each member: their names are collected, in order, from the errors
-    at the same location or below it. The result is [] if ``loc`` does not end in a union.
+    pydantic reports at least one error for each allowed type. The names are collected from
+    the locations of these errors, in order.
+
+    Args:
+        loc: pydantic's location of one of the errors. If it does not end with the name of a type,
+            the result is [].
+        errors: all errors.
     """
     if not _is_union_member(str(loc[-1])):
         return []
@@ -209,7 +215,7 @@ def _type_in_words(member: str, many: bool = False) -> str:
 
 
 def _is_union_member(part: str) -> bool:
-    """Return whether a part of an error's location is the name of a union's member, not a field.
+    """Return whether a part of an error's location is the name of a union's type, not a field.
 
     pydantic adds such names to locations: "str", "list[int]", "NativeSampling".
     """

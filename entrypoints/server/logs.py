@@ -98,8 +98,7 @@ def _running_by_group(groups: list[Stats]) -> str:
 def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
     """Return the log line with the engine's speed and load between two snapshots.
 
-    Tokens per second are rates over busy time, in which steps ran, so idle time does not lower
-    them.
+    Tokens per second count only the time in which steps ran, so idle time does not lower them.
 
     Args:
         last, now: statistics at the first snapshot and at the second.
@@ -123,7 +122,7 @@ def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
 
 
 async def stats_lines(client: EngineClient, options: LogOptions) -> None:
-    """Log the statistics every ``log.stats_interval`` seconds if tokens were processed since."""
+    """Log the statistics every ``log.stats_interval`` seconds, if there are new tokens."""
     if not options.stats_interval:
         return
     last = client.stats()

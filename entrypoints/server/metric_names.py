@@ -116,7 +116,7 @@ def _pool_usage(stats: Stats) -> float:
 
 
 def hit_rate(stats: Stats) -> float:
-    """Return the share of the prompt tokens looked up since start that the prefix cache had."""
+    """Return the prefix cache's hit rate since start: tokens found / prompt tokens looked up."""
     return stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens)
 
 

@@ -268,7 +268,7 @@ class HttpServer:
         return self._failed
 
     async def _start(self, make: Callable[[], Executor] | None) -> None:
-        """Start the engine by ``make``; None: the client is already started.
+        """Start the engine with ``make``. None: the client is already started.
 
         NOTE: a failure sets the client's state to dead with the reason, which ends ``_supervise``.
         """
@@ -309,7 +309,7 @@ class HttpServer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT by ``stop`` within the context.
+        """Call ``stop`` on SIGTERM and SIGINT within the context.
 
         Only the main thread can handle signals; in other threads nothing is changed.
         """

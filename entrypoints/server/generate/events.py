@@ -50,7 +50,7 @@ class ChoiceEvents:
     def split_at_text(self, choice: Mapping[str, Any]) -> SplitEvent:
         """Return the event of a choice in two parts: the bytes before and after the choice's text.
 
-        The text of ``choice`` is NUL, which marks its place.
+        The text of ``choice`` must be NUL: the event is split at this character.
         """
         before, after = self.of(choice).split(orjson.dumps(NUL))
         return before, after

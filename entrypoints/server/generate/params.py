@@ -181,7 +181,7 @@ def native_params(
 
 @contextmanager
 def field_errors_at(place: str) -> Iterator[None]:
-    """Change the field named by a RequestError in this context to its path on the native route.
+    """Make a RequestError in this context name its field as a native request does.
 
     Args:
         place: path of the sampling parameters in the body, such as "sampling_params.3"; "" leaves
@@ -207,7 +207,7 @@ def field_errors_at(place: str) -> Iterator[None]:
 
 
 def _shared(fields: SamplingFields | NativeSampling, min_tokens: int | None) -> dict[str, Any]:
-    """Return the values of ``SamplingParams`` that both kinds of route set alike, without None."""
+    """Return the values of ``SamplingParams`` that all routes set alike, except those of None."""
     given = {
         "temperature": fields.temperature,
         "top_p": fields.top_p,

@@ -36,7 +36,7 @@ class ReasoningSplitter:
 
         Raises:
             ValueError: a parser returned a piece that is neither reasoning nor content. The plan
-                admits only parsers whose offers name kinds that a response can hold.
+                refuses parsers whose offers declare other kinds.
         """
         if not self._parsers:
             return "", delta.text
@@ -76,10 +76,14 @@ class ReasoningSplitter:
         return pieces
 
     def _count(self, pieces: list[Piece], tokens: int) -> None:
-        """Add ``tokens``, a delta's number of tokens, to ``reasoning_tokens`` if it is reasoning.
+        """Add a delta's tokens to ``reasoning_tokens`` if the delta is reasoning.
 
-        The kind of the delta is that of its first piece, and without a piece the current kind.
-        Tokens before the first piece of the sequence count for the kind of that piece.
+        The first piece decides. A delta without pieces continues the kind of the last piece. Before
+        the sequence's first piece, tokens are kept and then counted as that piece is.
+
+        Args:
+            pieces: the delta's text, parsed.
+            tokens: the delta's number of tokens.
         """
         self._undecided += tokens
         if not pieces:

@@ -61,7 +61,7 @@ class TextWorkers:
     def check_bytes(self, texts: list[str]) -> None:
         """Check that the texts have at most ``max_bytes`` bytes of UTF-8 in total.
 
-        Texts are encoded to count their bytes only if their characters may exceed the limit.
+        Bytes are counted only if the number of characters leaves the answer open.
 
         Raises:
             RequestError: the texts are larger than ``max_bytes``.

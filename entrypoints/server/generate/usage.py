@@ -11,7 +11,8 @@ class UsageCount:
     """Token counts of one request.
 
     Args:
-        per_prompt: number of consecutive sequences that share a prompt, whose tokens count once.
+        per_prompt: number of consecutive sequences that share a prompt. The prompt's tokens count
+            once.
     """
 
     def __init__(self, per_prompt: int) -> None:

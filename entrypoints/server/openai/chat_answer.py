@@ -47,7 +47,7 @@ class ChatChoiceState:
         held: reasoning held back until it is complete (``stream_reasoning: false``).
         end: the last delta.
         started: the first chunk was sent.
-        plain: the event of a chunk with nothing but content.
+        plain: the event of a chunk with only content: the bytes before and after the content.
     """
 
     split: ReasoningSplitter
@@ -140,7 +140,10 @@ class ChatAnswer:
         return reasoning, content, logprobs
 
     def _with_reasoning(self, fields: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
-        """Add ``reasoning`` to ``fields``, under both names if so configured; return ``fields``."""
+        """Add a message's reasoning to its fields, and return the fields.
+
+        The field is ``reasoning_content``, and with ``emit_reasoning_alias`` also ``reasoning``.
+        """
         fields["reasoning_content"] = reasoning
         if self._context.options.emit_reasoning_alias:
             fields["reasoning"] = reasoning
@@ -244,9 +247,9 @@ class ChatChunks(ChatAnswer):
         return self._events.of({**self._fields(index, {}), **ending_fields(self._context, delta)})
 
     def _plain(self, index: int, choice: ChatChoiceState, content: str) -> bytes:
-        """Return the event of a chunk with nothing but content.
+        """Return the event of a chunk with only content.
 
-        Only its text changes within a stream, so the rest is serialised once.
+        All but the content is equal in each such event, and is serialised once per choice.
         """
         if choice.plain is None:
             choice.plain = self._events.split_at_text(self._fields(index, {"content": NUL}))

@@ -116,8 +116,8 @@ class CompletionAnswer:
     def _ending(self, delta: Delta) -> dict[str, Any]:
         """Return the fields that state how a choice ended.
 
-        With ``max_tokens`` 0 the reason is "length", whatever token was generated to score the
-        prompt.
+        With ``max_tokens`` 0 the reason is always "length": the one token that the engine then
+        generates is not returned.
         """
         if self._only_prompt:
             return {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
@@ -199,9 +199,9 @@ class CompletionChunks(CompletionAnswer):
         return self._events.of(body)
 
     def _plain(self, index: int, choice: CompletionChoiceState, text: str) -> bytes:
-        """Return the event of a chunk with nothing but text.
+        """Return the event of a chunk with only text.
 
-        Only its text changes within a stream, so the rest is serialised once.
+        All but the text is equal in each such event, and is serialised once per choice.
         """
         if choice.plain is None:
             choice.plain = self._events.split_at_text(

@@ -1,4 +1,4 @@
-"""Authentication: one dependency on every route; routes that are not listed need a key.
+"""Authentication: one dependency on every route; routes not listed as open need a key.
 
 The level depends on the path that the router matched, never on a URL rebuilt from the ``Host``
 header (CVE-2026-48710).
@@ -50,7 +50,7 @@ class Authoriser:
         return "admin" if path in self._admin_paths else "client"
 
     def check(self, level: str, header: str | None) -> None:
-        """Check that the ``Authorization`` header has a key for a level of routes.
+        """Check that the ``Authorization`` header has a key that is valid for a level.
 
         Raises:
             RequestError: the key is missing or wrong (401), or not the admin key (403).

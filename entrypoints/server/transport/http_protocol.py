@@ -27,7 +27,7 @@ class GuardedProtocol(HttpToolsProtocol):
     bytes. ``scope["extensions"]["glowplug.write"]["call"]`` is :meth:`write_chunk`.
 
     Args:
-        log: request log of connections that are refused before a request is complete.
+        log: the request log, to report connections refused before a request is complete.
     """
 
     def __init__(self, *args: Any, log: RequestLog, **kwargs: Any) -> None:

@@ -75,9 +75,9 @@ async def collect_body(deltas: Deltas, answer: WholeAnswer) -> dict[str, Any]:
 
 
 async def event_chunks(deltas: Deltas, chunks: Chunks) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes of all events to write.
+    """Add all deltas to ``chunks`` and yield the bytes to write, one or more events at a time.
 
-    Events are joined while the sequence's next delta has already arrived.
+    An event waits for the next one if its sequence's next delta has already arrived.
     """
     held = b""
     try:
@@ -204,7 +204,7 @@ def _write_nothing(body: bytes) -> bool:
 class _StallGuard:
     """A watchdog that closes a stream's connection when one write has been blocked for too long.
 
-    One timer checks twice per ``seconds``, the time limit, so that no chunk needs its own timer.
+    One timer for all writes checks every ``seconds / 2``. ``seconds``: the time limit.
     """
 
     def __init__(self, scope: Scope, seconds: float) -> None:
