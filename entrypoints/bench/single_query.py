@@ -88,7 +88,7 @@ class Mixture:
 
     @property
     def marks(self) -> dict[str, object]:
-        """Return the values of the row in the table's columns for features."""
+        """Return the row's cells by the names of the columns that show its features."""
         return {
             "ranks": self.ranks,
             "radix": _mark(self.radix),

@@ -214,7 +214,9 @@ class Comparison:
 
     @contextmanager
     def _recorded(self, kind: str, name: str) -> Iterator[None]:
-        """Record and print an error raised in this context, so that the other engines still run.
+        """Context that records and prints an error instead of raising it.
+
+        The other engines can then still be measured.
 
         Args:
             kind: "static" or "serving".
