@@ -269,7 +269,7 @@ RUN_KEYS = (
 
 
 def runs(path: Path) -> list[Record]:
-    """Return each serving run in the file, reduced to the keys that a comparison's record keeps."""
+    """Return each serving run in the file, with only the keys in ``RUN_KEYS``."""
     return [
         {key: line[key] for key in RUN_KEYS if line.get(key) is not None} for line in _records(path)
     ]

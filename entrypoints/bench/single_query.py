@@ -280,7 +280,8 @@ def _answer(llm: LLM, question: str, most: int) -> QueryAnswer:
 def _drafts(llm: LLM) -> tuple[int, int]:
     """Return (number of tokens drafted, number accepted) since the engine started.
 
-    NOTE: a control is sent first because its reply brings the statistics up to date.
+    NOTE: the control message "info" is sent first, because its reply brings the
+    statistics up to date.
     """
     llm.control("info")
     stats = llm.stats

@@ -1,10 +1,10 @@
 """``glowplug bench soak``: hours of mixed requests on the engine in this process, with leak checks.
 
-More requests run than fit, with mixed lengths, sampling settings and shared prefixes; some are
-aborted, some refused. In regular pauses nothing runs: every page must be free, memory back at its
-former level, and repeated questions must get the same answers. A JSON document with the result is
-written in every pause. Device memory is that of this process if the driver reports it, else that of
-the whole device.
+By default more requests are in flight than the engine runs at once. Their lengths, sampling
+settings and shared prefixes are mixed; some are aborted, some refused. In regular pauses nothing
+runs: every page must be free, memory back at its former level, and repeated questions must get the
+same answers. A JSON document with the result is written in every pause. Device memory is that of
+this process if the driver reports it, else that of the whole device.
 """
 
 from __future__ import annotations
