@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
     """Measure this engine and Transformers; return the record.
 
-    Its rates are in output tokens per second.
+    The rates in the record are in output tokens per second.
     """
     import torch
 

@@ -61,7 +61,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, float]:
 def device_scope(samples: Sequence[Sample], missing: str) -> str:
     """Return, as a phrase, whose device memory is checked for growth.
 
-    The phrase is "this process's" or "the whole device's", the latter with the reason.
+    The phrase is "this process's" or "the whole device's", the latter with ``missing`` added.
 
     Args:
         samples: the samples so far.

@@ -214,7 +214,7 @@ class Comparison:
 
     @contextmanager
     def _recorded(self, kind: str, name: str) -> Iterator[None]:
-        """Context that records and prints an error instead of raising it.
+        """Record and print an error raised in this context, instead of passing it on.
 
         The other engines can then still be measured.
 
