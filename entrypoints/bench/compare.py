@@ -87,7 +87,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
-    """Measure this engine and Transformers; return the record, rates in output tokens a second."""
+    """Measure this engine and Transformers; return the record.
+
+    The rates in the record are in output tokens per second.
+    """
     import torch
 
     from glowplug.entrypoints.front.llm import LLM

@@ -1,9 +1,10 @@
 """``glowplug bench kernels``: every kernel of a step timed by itself, all providers side by side.
 
 The model is cut to one layer of each kind, and one step of it is run. Each call to a component of a
-slot (ops, linear, experts, attention, sampling) is then timed alone and compared with the time that
-the bytes and operations it cannot avoid take. The providers are the components of a slot and the
-values of component options that are marked as providers; none is named here.
+slot (ops, linear, experts, attention, sampling) is then timed alone. Its time is compared with the
+least possible time, which follows from the bytes it must move and the operations it must compute.
+The providers are the components of a slot and the values of component options that are marked as
+providers; this module names none of them.
 """
 
 from __future__ import annotations
@@ -141,9 +142,10 @@ def _fits(component: Component, plan: EnginePlan) -> bool:
 def _providers(
     section: str, component: Component, options: Mapping[str, Any], slots: tuple[str, ...]
 ) -> Iterator[Variant]:
-    """Yield a variant for each other value of an option that is marked as a provider.
+    """Yield the variants that each change one provider option of a component.
 
-    The mark is ``json_schema_extra={"provider": ...}``: True, or the slots that the option affects.
+    There is one for each value of the option besides "auto" and the current one. A provider option
+    is marked by ``json_schema_extra={"provider": ...}``: True, or the slots that it affects.
     """
     for name, about in component.options.provider_fields().items():
         concerned = (
@@ -168,8 +170,8 @@ class MeasuredSteps:
     Attributes:
         shapes: shapes of the steps.
         slots: slots whose calls are timed.
-        times: by layer of the cut model, the number of layers of the whole model that it
-            represents.
+        times: for each layer index of the cut model, the number of layers of this kind in the
+            whole model.
         rates: (bytes, operations) per second that the device reaches; 0: unknown.
     """
 

@@ -133,8 +133,8 @@ def static_config(
 ) -> dict[str, Any]:
     """Return ``config`` with defaults for static batches where the operator set nothing.
 
-    They make room for the largest batch and its longest sequence, compute all prompts before the
-    first decode step in few steps, and switch off the prefix cache and the tokenizer.
+    The defaults make room for the largest batch and the longest sequence. All prompts are computed
+    in few steps, before the first decode step. The prefix cache and the tokenizer are off.
     """
     if any(min(shape) < 1 for shape in shapes):
         raise ValueError("batch size, input length and output length must be at least 1")
@@ -162,7 +162,9 @@ def _record_shape(
     shape: tuple[int, int, int],
     bandwidth: float,
 ) -> dict[str, Any]:
-    """Measure one batch shape; return its record, or the shape with the error that the engine gave.
+    """Measure one batch shape and return its record.
+
+    If the engine gave an error, the record has only the shape and the error.
 
     Args:
         args: options of the command.

@@ -5,10 +5,10 @@ SGLang's ``bench_one_batch --result-filename`` (JSON lines, one shape each), log
 prefill A ms (B tokens/s), decode step C ms (D tokens/s)``, and the JSON lines of the ``bench
 serving`` of glowplug, SGLang or vLLM.
 
-With ``--offline`` a further table gives the server's share of the offline engine's throughput. If
-one engine has several runs at a point, the fastest counts. Each point is shown with its floor
-(``others/floor.py``) where it is known: one-batch records contain it; for a server it is computed
-for ``--floor-model`` on ``--floor-card``.
+With ``--offline`` a further table gives the server's share of the offline engine's throughput. A
+point is one batch size or concurrency. If one engine has several runs at a point, the fastest
+counts. Each point is shown with its floor (``others/floor.py``) where the floor is known: one-batch
+records contain it; for a server it is computed for ``--floor-model`` on ``--floor-card``.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ RUN_KEYS = (
 
 
 def runs(path: Path) -> list[Record]:
-    """Return each serving run in the file, reduced to the keys that a comparison's record keeps."""
+    """Return each serving run in the file, with only the keys in ``RUN_KEYS``."""
     return [
         {key: line[key] for key in RUN_KEYS if line.get(key) is not None} for line in _records(path)
     ]
@@ -346,7 +346,7 @@ def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, An
 
 
 def _ratio(name: str, metric: Metric, ours: float, other: float) -> dict[str, float]:
-    """Return {``name``: speed of this engine relative to another} from the metric's two values.
+    """Return the speed of this engine relative to another, as ``{name: ratio}``.
 
     The result is empty where the divisor is 0: tokens that arrive together have no time between
     them.

@@ -88,7 +88,7 @@ class Mixture:
 
     @property
     def marks(self) -> dict[str, object]:
-        """Return the values of the row in the table's columns for features."""
+        """Return the row's cells by the names of the columns that show its features."""
         return {
             "ranks": self.ranks,
             "radix": _mark(self.radix),
@@ -280,7 +280,8 @@ def _answer(llm: LLM, question: str, most: int) -> QueryAnswer:
 def _drafts(llm: LLM) -> tuple[int, int]:
     """Return (number of tokens drafted, number accepted) since the engine started.
 
-    NOTE: a control is sent first because its reply brings the statistics up to date.
+    NOTE: the control message "info" is sent first, because its reply brings the
+    statistics up to date.
     """
     llm.control("info")
     stats = llm.stats

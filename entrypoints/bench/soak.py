@@ -1,10 +1,10 @@
 """``glowplug bench soak``: hours of mixed requests on the engine in this process, with leak checks.
 
-More requests run than fit, with mixed lengths, sampling settings and shared prefixes; some are
-aborted, some refused. In regular pauses nothing runs: every page must be free, memory back at its
-former level, and repeated questions must get the same answers. A JSON document with the result is
-written in every pause. Device memory is that of this process if the driver reports it, else that of
-the whole device.
+By default more requests are in flight than the engine runs at once. Their lengths, sampling
+settings and shared prefixes are mixed; some are aborted, some refused. In regular pauses nothing
+runs: every page must be free, memory back at its former level, and repeated questions must get the
+same answers. A JSON document with the result is written in every pause. Device memory is that of
+this process if the driver reports it, else that of the whole device.
 """
 
 from __future__ import annotations
@@ -168,7 +168,11 @@ class Soak:
             self.failures.append(f"{type(error).__name__}: {error}")
 
     def _load_until(self, loaded: float) -> bool:
-        """Run requests up to ``loaded`` seconds of load; return False if a hold cut them short."""
+        """Run requests until the run has had ``loaded`` seconds of load.
+
+        Returns:
+            False if a hold (see ``_hold``) ended the load earlier, else True.
+        """
         began = time.monotonic()
         deadline = began + loaded - self.loaded
         held = False
@@ -223,7 +227,7 @@ class Soak:
         self._running[stream] = wanted
 
     def _poll(self) -> None:
-        """Receive one frame of deltas, and abort requests that have reached ``abort_after``."""
+        """Receive new tokens, and abort the requests that have reached ``abort_after``."""
         for stream, delta in self.llm.poll():
             wanted = self._running.get(stream)
             if wanted is None:

@@ -115,7 +115,9 @@ def _lines(path: Path, text: bytes) -> list[Any]:
 def by_columns(
     path: Path, records: list[Record], requested: Sequence[str] | None
 ) -> dict[tuple[str, ...], list[Record]]:
-    """Group records by the columns of the table that shows them.
+    """Group records into tables by their kind; the keys are the columns of each table.
+
+    With ``requested``, all records are in one table with these columns.
 
     Raises:
         ValueError: a record has none of the known columns; with ``requested``: no record has any

@@ -30,8 +30,8 @@ def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int
     """Cut a model's configuration to one layer of each kind.
 
     Returns:
-        (configuration of the cut model, number of layers of the whole model by layer of the cut
-            model that represents them).
+        The configuration of the cut model; and, for each layer index of the cut model, the number
+        of layers of this kind in the whole model.
     """
     layers = int(config["num_hidden_layers"])
     dense = int(config.get("first_k_dense_replace") or 0)
@@ -47,7 +47,7 @@ def write_cut(config: Mapping[str, Any], folder: Path) -> dict[int, int]:
     """Write a config.json to ``folder`` in which the model is cut to one layer of each kind.
 
     Returns:
-        The number of layers of the whole model by layer of the cut model that represents them.
+        For each layer index of the cut model, the number of layers of this kind in the whole model.
     """
     cut, times = cut_config(config)
     (folder / "config.json").write_text(json.dumps(cut))

@@ -172,9 +172,10 @@ def draft_config(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _unquantised_modules(modules: list[str], layers: int) -> Iterator[str]:
-    """Yield the draft's unquantised modules: the next-token layer's, renamed, and those outside.
+    """Yield the names of the draft's unquantised modules.
 
-    Modules outside layers keep their names. Those of all other layers are left out.
+    Modules of the first next-token layer get their exported names. Modules outside of layers, such
+    as the head, keep their names. Modules of all other layers are left out.
     """
     for module in modules:
         number = next_token_layer(f"{module}.", layers)
@@ -193,7 +194,9 @@ def renamed(name: str, layers: int) -> str:
 
 
 def _stored(model: Path, facts: ModelFacts) -> dict[str, ExportedTensor]:
-    """Return the layer's tensors by their new names, in the checkpoint's order.
+    """Return the tensors of the first next-token layer by their names in the export.
+
+    They are in the checkpoint's order.
 
     NOTE: headers were checked when the facts were read.
     """

@@ -1,6 +1,6 @@
 """Writer of checkpoints with random weights.
 
-Names and shapes are those of the model's own weight targets; the model is built on torch's meta
+The names and shapes of the weights come from the model itself, which is built on torch's meta
 device.
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def run_workers(labels: Sequence[str], gpus: int, seconds: float, ray: bool) -> None:
-    """Run this process's ``tune`` command once per GPU, each time for a share of the tables.
+    """Run this process's ``tune`` command once per GPU, each with its own share of the tables.
 
     Args:
         labels: labels of the tables to tune.

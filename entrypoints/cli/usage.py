@@ -24,6 +24,6 @@ def command_list(program: str, commands: Mapping[str, str]) -> str:
 
 
 def without_command(program: str, commands: Mapping[str, str]) -> int:
-    """Print to stderr that a sub-command is missing, with a list of them; return the exit code."""
+    """Print to stderr that a sub-command is missing, and list them all; return the exit code."""
     print(f"{program}: no COMMAND given\n\n{command_list(program, commands)}", file=sys.stderr)
     return REFUSED

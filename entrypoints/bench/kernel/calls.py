@@ -1,4 +1,4 @@
-"""Recorded calls of slots: the function, its tensors, and the least bytes and operations."""
+"""Recording of the calls that a step makes to the components of slots, to time them later."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Call:
 class CallRecorder:
     """Records wrapped calls between ``start`` and ``stop``.
 
-    A wrapped call within another wrapped call is not recorded.
+    A wrapped call that runs inside another wrapped call is not recorded.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -231,7 +231,10 @@ class RecordedAttention:
         return sum(entry.token_bytes for entry in self._backend.kv_layout().entries)
 
     def _cost(self, args: tuple[Any, ...]) -> Cost:
-        """Return the least cost of an attention call: bytes of cached keys read, and operations."""
+        """Return the least cost of an attention call.
+
+        The bytes are those read from the KV cache and, for MLA, from the up-projection's weights.
+        """
         layer = args[-1]
         batch = self._recorder.batch
         plan = self._recorder.plan

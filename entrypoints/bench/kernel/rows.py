@@ -64,8 +64,8 @@ def difference(out: Any, reference: Any) -> float | None:
     """Return the relative difference between a provider's result and that of the plan's choice.
 
     Returns:
-        ``|out - reference| / |reference|``; None if there is no result of the same shape to compare
-            with.
+        ``|out - reference| / |reference|``; None if a result is missing or the two shapes
+            differ.
     """
     if out is None or reference is None or out.shape != reference.shape:
         return None

@@ -51,7 +51,7 @@ def _host(call: Callable[[], Any]) -> float:
 
 
 def _replayed(call: Callable[[], Any]) -> float:
-    """Return the seconds of a call in a CUDA graph, without the flushes between calls."""
+    """Return the seconds of a call in a CUDA graph; the flushes between calls do not count."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

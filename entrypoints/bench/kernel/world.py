@@ -190,7 +190,7 @@ class KernelWorld:
 
 
 def step_batch(plan: EnginePlan, device: str, shape: KernelStepShape) -> Batch:
-    """Return a batch of the given shape, each row of which has consecutive pages of the KV pool."""
+    """Return a batch of the given shape, in which each row has consecutive pages."""
     page = plan.sizes.page_size
     pages_per_row = -(-shape.context // page)
     pages = np.arange(1, shape.rows * pages_per_row + 1, dtype=np.int32).reshape(
@@ -242,7 +242,10 @@ def _with_recorders(context: BuildContext, recorder: CallRecorder) -> BuildConte
 
 
 def _record_layers(module: Module, recorder: CallRecorder) -> None:
-    """Record the calls of the MoE gates in ``module``, and the layer in which each call is made."""
+    """Wrap the MoE gates and the layers in ``module`` for the recorder.
+
+    The gates' calls are then recorded, and each recorded call has the number of its layer.
+    """
     for child in module.children():
         if isinstance(child, Gate):
             child.forward = recorder.wrap("ops", "gate", child.forward)  # type: ignore[method-assign]

@@ -140,9 +140,9 @@ class _Collector(asyncio.Protocol):
 
 
 def _is_whole(pieces: Sequence[Piece]) -> bool:
-    """Return whether the last chunk of a chunked answer has arrived, so that it is complete.
+    """Return whether a chunked answer is complete.
 
-    The bytes of a last chunk may also occur within a body, so the answer is parsed.
+    The whole answer is parsed, because the bytes that end it may also occur within its body.
     """
     try:
         read_answer(pieces)

@@ -137,9 +137,12 @@ class _Answers:
 
 
 def progress(total: int, enabled: bool) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return the two functions of a progress bar: one advances it by a request, one closes it.
+    """Show a progress bar on standard error.
 
-    Both do nothing unless ``enabled`` is true and standard error is a terminal.
+    Nothing is shown unless ``enabled`` is true and standard error is a terminal.
+
+    Returns:
+        (function that advances the bar by one request, function that closes the bar).
     """
     if not (enabled and sys.stderr.isatty()):
         return (lambda: None), (lambda: None)

@@ -20,7 +20,7 @@ class Sample:
         device_claimed: memory reserved by torch's allocator.
         device_used: memory in use by all processes.
         device_process: memory of this process; None if the driver does not report it.
-        pages: page counts of the control "check".
+        pages: page counts that the engine returned to ``LLM.control("check")``.
     """
 
     seconds: float
@@ -45,8 +45,8 @@ def judged_kinds(samples: Sequence[Sample]) -> tuple[str, ...]:
 def growth(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the growth in MiB of each kind in ``judged_kinds``; {} for fewer than three samples.
 
-    The growth is the difference between the first sample after warm-up and the largest of the last
-    third.
+    The growth is the largest value in the last third of the samples, minus the first value after
+    warm-up.
     """
     if len(samples) < 3:
         return {}
@@ -59,7 +59,9 @@ def growth(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def device_scope(samples: Sequence[Sample], missing: str) -> str:
-    """Return in words whose device memory is checked for growth: this process's or the device's.
+    """Return, as a phrase, whose device memory is checked for growth.
+
+    The phrase is "this process's" or "the whole device's", the latter with ``missing`` added.
 
     Args:
         samples: the samples so far.

@@ -214,7 +214,9 @@ class Comparison:
 
     @contextmanager
     def _recorded(self, kind: str, name: str) -> Iterator[None]:
-        """Record and print an error raised in this context, so that the other engines still run.
+        """Record and print an error raised in this context, instead of passing it on.
+
+        The other engines can then still be measured.
 
         Args:
             kind: "static" or "serving".

@@ -133,5 +133,5 @@ def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:
 
 
 def median_run(runs: Sequence[BatchTimes]) -> BatchTimes:
-    """Return the run with the median total time (of an even number, the faster middle one)."""
+    """Return the run with the median total time; of two middle runs, the faster one."""
     return sorted(runs, key=lambda run: run.total)[(len(runs) - 1) // 2]

@@ -115,5 +115,5 @@ class OwnLoad:
 
 
 def _options(values: dict[str, object]) -> list[str]:
-    """Return command-line arguments from values by option name."""
+    """Return ``values``, a mapping from option name to value, as command-line arguments."""
     return [word for name, value in values.items() for word in (name, str(value))]

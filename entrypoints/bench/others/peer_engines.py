@@ -64,7 +64,7 @@ class PeerEngine:
         name: the name in ``--peer``.
         distribution: the package whose version is recorded.
         mark: text that a static run writes to its log right before it begins to measure.
-        ready: route of the server that answers 200 once it is loaded.
+        ready: route of the server that answers with status 200 once the model is loaded.
         backend: backend of ``glowplug bench serving`` for this server.
         static: makes the arguments after the interpreter for static batches.
         server: makes the arguments after the interpreter for a server.

@@ -72,7 +72,7 @@ def serving_report(
 
 
 def idle_share(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
-    """Return the share of step time between two snapshots in which the device was idle.
+    """Return the share of the steps' time, between two snapshots, that the device was idle.
 
     Args:
         before: the engine's statistics at the first snapshot.

@@ -149,7 +149,9 @@ class MeasuredProgram:
 def in_turns(
     starts: Sequence[Callable[[], MeasuredProgram]], together: bool, timeout: float
 ) -> Generator[MeasuredProgram]:
-    """Start the programs and yield each once loaded, while the others are suspended or not running.
+    """Start the programs and yield each one alone, once it is loaded.
+
+    While a program is yielded, the others are suspended or not running.
 
     Callers must close the generator; this ends the programs.
 
@@ -174,7 +176,10 @@ def in_turns(
 
 
 def _load(turns: Sequence[MeasuredProgram], timeout: float, hold: bool = True) -> None:
-    """Wait until all programs are loaded; if ``hold``, suspend each as soon as it is."""
+    """Wait until all programs are loaded; end those that take longer than ``timeout`` seconds.
+
+    ``hold``: suspend each program as soon as it is loaded.
+    """
     waiting = list(turns)
     deadline = time.monotonic() + timeout
     while waiting:

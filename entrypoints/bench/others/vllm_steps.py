@@ -5,9 +5,10 @@ This script runs in vLLM's interpreter and imports nothing of glowplug.
     python vllm_steps.py MODEL --batch-size 1 8 --input-len 1024 --output-len 64 \\
         [--engine '{"enforce_eager": true}']
 
-A decode step is the median time between the ends of two engine steps in which every sequence gets
-one token; the first eight are left out. Prefill is the median time of a run that generates one
-token. Prints one line per batch size in the format that ``glowplug bench peers`` reads.
+The time of a decode step is the median time between the ends of consecutive engine steps in which
+every sequence gets one token; the first eight are left out. The time of prefill is the
+median time of a run that generates one token. Prints one line per batch size in the format that
+``glowplug bench peers`` reads.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def listing(plugins: PluginSet) -> list[dict[str, Any]]:
     """Return one entry per plugin, for a table or JSON.
 
     An entry has the plugin's name, distribution, version, hooks and components; each component has
-    its slot, contract and availability.
+    its slot, its contract (version of the protocols it was written for) and its availability.
     """
     packages = plugins.software.packages
     machine = this_machine()

@@ -230,7 +230,10 @@ def _list(tables: list[TuneTable], tuner: str) -> None:
 
 
 def _show(tables: list[TuneTable], how: str = "run the same command again to continue") -> None:
-    """Print how complete each table is; if any is incomplete, also print ``how`` to continue."""
+    """Print how complete each table is.
+
+    ``how``: instruction to continue, printed if a table is incomplete.
+    """
     for table in tables:
         left = f", missing {', '.join(map(str, table.missing))}" if table.missing else ""
         print(

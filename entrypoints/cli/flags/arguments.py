@@ -11,9 +11,9 @@ from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, FLAGS
 
 
 class _Collect(argparse.Action):
-    """An argparse action that appends a :class:`GivenFlag` to ``engine_flags`` of the result.
+    """An argparse action that appends a :class:`GivenFlag` to the parsed ``engine_flags``.
 
-    The list thus keeps the command-line order.
+    ``engine_flags`` is a list in command-line order.
     """
 
     def __init__(self, flag: Flag, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """The command line as configuration: flags, ``--set``, ``--config`` and ``--facts``. No torch.
 
-Precedence: command line, then file, then contributed default, then default. The place of each value
-is kept for messages.
+Precedence: command line, then file, then defaults that plugins or the command set, then the
+options' own defaults. The place of each value is kept for messages.
 """
 
 from __future__ import annotations

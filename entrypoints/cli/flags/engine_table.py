@@ -1,8 +1,8 @@
 """Flags of the model, attention, ranks, speculation, graphs, scheduling, memory and sampling.
 
 Names follow the DeepSeek recipes published for other engines, so that such a command works with
-only the program's name changed. A flag sets its field even if no plugin registers the component;
-the plan then refuses the component by name.
+only the program's name changed. A flag may choose a component that no plugin registers; the plan
+then refuses the component by name.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Flag:
         convert: conversion of the text on the command line; None for a switch.
         value: value that a switch sets.
         also: further fields that the flag sets, by path.
-        values: this engine's value by another engine's name for it.
+        values: translation of other engines' names for a value into this engine's value.
         many: whether the flag takes several values.
     """
 

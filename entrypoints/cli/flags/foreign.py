@@ -132,7 +132,7 @@ def unsupported(name: str, known: Collection[str]) -> str:
     """Return why this flag of SGLang or vLLM is refused, and an alternative; "" for other flags.
 
     Args:
-        name: the flag with its dashes; in vLLM a key of the flag may follow after a dot.
+        name: the flag with its dashes; vLLM's form ``--flag.key`` is also accepted.
         known: flags that the command has.
     """
     bare = name.partition(".")[0].removeprefix("--")

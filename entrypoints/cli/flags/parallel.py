@@ -29,9 +29,10 @@ def sizes_of_one(given: Sequence[GivenFlag]) -> dict[str, str]:
 
 
 def larger_than_one(layer: Layer, given: Sequence[GivenFlag]) -> list[tuple[int, str]]:
-    """Return (index, flag) of each strategy whose size a flag sets to 1 but ``layer`` to more.
+    """Return the strategies that have a larger size in ``layer`` although a flag sets size 1.
 
-    The index is that in the list ``parallel`` of ``layer``.
+    Returns:
+        (index in the list ``parallel`` of ``layer``, the flag) of each such strategy.
     """
     items = layer.data.get(SECTION)
     single = sizes_of_one(given)
@@ -46,13 +47,13 @@ def larger_than_one(layer: Layer, given: Sequence[GivenFlag]) -> list[tuple[int,
 def arrange(layer: Layer, given: Sequence[GivenFlag]) -> list[Decision]:
     """Sort the parallel strategies in ``layer`` and complete their sizes, if flags name any.
 
-    A switch without a size gets the number of tensor-parallel ranks. A strategy of size one is
-    removed, also from a file's list: the command line has precedence. A list that comes from a file
-    alone is not changed.
+    "ep_moe" and "dp_attention" without a size get the number of tensor-parallel ranks. A strategy
+    that a flag sets to size one is removed, even if the file lists it. If no flag names a strategy,
+    the file's list is not changed.
 
     Returns:
-        A decision, to be listed in the plan, for each flag with size one and each switch that has
-        no effect.
+        Decisions for the plan: one for each flag that sets size one, and one for each switch that
+        has no effect.
     """
     single = sizes_of_one(given)
     notes = [
@@ -91,12 +92,14 @@ def _place(item: dict[str, Any]) -> int:
 
 
 def _drop_single(layer: Layer, items: list[Any], single: Mapping[str, str]) -> list[Decision]:
-    """Remove strategies of size one and, on a single rank, those given by a switch without a size.
+    """Remove the strategies that flags set to size one.
+
+    If tensor parallelism has size one, "ep_moe" and "dp_attention" without a size are removed too.
 
     NOTE: published commands write ``--tp 1 --enable-ep-moe``.
 
     Returns:
-        A note for each removed strategy that a switch without a size gave.
+        A note for each removed "ep_moe" or "dp_attention" that had no size.
     """
     dropped = {
         number: single[item["use"]]
