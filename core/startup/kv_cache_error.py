@@ -1,10 +1,10 @@
 """Measurement of the error of an 8-bit KV cache, before the real cache is made.
 
 Start-up is refused if the error is too large. The same steps run over two small pools, one in the
-plan's format and one in the compute dtype: prompts, then one more token behind each prompt, whose
-logits are compared. The second step decodes, so that the measurement includes what a backend's
-decode kernel rounds beside the cache (its queries, for example). With speculation it is a prefill
-step. Random token ids stand in for text.
+plan's format and one in the compute dtype. The first step computes prompts of random token ids, the
+second one more token behind each prompt; the logits of that token are compared. The second step is
+a decode step, so that the rounding of a backend's decode kernel is measured too (of queries, for
+example). With speculation the second step is a prefill step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On a device, steps of the largest admitted shapes run first, over a pool of a few pages. Afterwards
 their memory is known, kernels are compiled and libraries have their workspaces, so that the pool
-can have all the rest but a reserve.
+can have the rest of the memory, apart from a reserve.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class RankMemory:
     def _peak(self, runner: Runner, line: str, run: Callable[[], None]) -> int:
         """Measure ``line`` as the peak of held bytes while ``run`` runs.
 
-        NOTE: steps run without graphs, whose memory is a line of its own. Steps that fit no graph
-        take their memory beside the graphs'.
+        NOTE: steps run without graphs here. The graphs' memory has its own budget line, because
+        steps that fit no graph need their memory in addition.
 
         Returns:
             The peak of claimed bytes, which exceeds that of held bytes by fragmentation.

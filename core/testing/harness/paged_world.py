@@ -20,7 +20,7 @@ from glowplug.core.step.batch import Batch
 
 @dataclass
 class Row:
-    """A sequence of ``length`` tokens of which the step computes the last ``queries``."""
+    """A sequence of ``length`` tokens of which the step computes the last ``queries`` tokens."""
 
     length: int
     queries: int
@@ -54,9 +54,9 @@ class World:
         generator: torch.Generator,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Make random cache entries ``name`` of all rows and store those of earlier tokens.
+        """Make random cache entries, of entry name ``name``, for the tokens of all rows.
 
-        Earlier tokens are those before the step's own; their entries are put into the pool.
+        Entries of tokens before the step's own are stored in the pool; the others are returned.
 
         The values are float32 numbers that ``dtype`` holds exactly.
 

@@ -23,7 +23,7 @@ class SamplerEditsSuite(SamplerBase):
     """Tests of edited logits and of the tokens that penalties count."""
 
     def check_edits(self, **changes: object) -> None:
-        """Check draws with the parameters ``changes``: distribution, and the greedy choice."""
+        """Check the distribution of drawn tokens, and the greedy ones, with ``changes``."""
         prompt = [1, 2, 2]
         output = [4, 4, 8]
         driver = self.driver()
@@ -121,7 +121,7 @@ class SamplerEditsSuite(SamplerBase):
 
     @staticmethod
     def draw_ahead(driver: Driver, drafts: list[int], logits: Tensor) -> list[int]:
-        """Return row 5's tokens at positions 4 to 7, each after the drafts before it."""
+        """Draw row 5's tokens at positions 4 to 7, which follow 0, 1, 2 and 3 of ``drafts``."""
         on = driver.device
         ahead = [[*drafts[:i], *[-1] * (3 - i)] for i in range(4)]
         return driver.sample(

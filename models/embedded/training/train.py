@@ -114,7 +114,10 @@ class Trainer:
             router.e_score_correction_bias += speed * (step - step.mean())
 
     def imbalance(self) -> float:
-        """Return the largest ratio in any layer of the busiest expert's load to the mean load."""
+        """Return how unevenly experts are loaded, in the least balanced layer.
+
+        This is the load of the layer's busiest expert, divided by the mean load of its experts.
+        """
         return max(float(r.load.max() / r.load.mean().clamp_min(1)) for r in self.model.routers())
 
 
