@@ -39,7 +39,7 @@ class CacheError:
 
     Attributes:
         prompts: number of prompts.
-        tokens: tokens of each prompt.
+        tokens: number of tokens of each prompt.
         kl: median Kullback-Leibler divergence, in nats, of the logits over the 8-bit cache from
             those over the cache in the compute dtype.
         cosine: median cosine similarity of the two logit vectors.
@@ -116,7 +116,7 @@ def cache_error(runner: Runner, plan: EnginePlan, lend: Lend) -> CacheError | No
 
 
 def _tokens_behind(plan: EnginePlan) -> int:
-    """Return the number of positions behind a prompt that the measured steps may touch."""
+    """Return how many positions after a prompt's end the measured steps may use."""
     return 1 + plan.sizes.width + plan.sizes.lookahead
 
 
@@ -148,7 +148,7 @@ def _next_logits(runner: Runner, pages: NDArray[np.int32], ids: NDArray[np.int32
 
     Args:
         pages: page numbers of the rows, int32 [rows, pages].
-        ids: token ids, int32 [rows, n + 1]: n of a prompt, then the token that reads them.
+        ids: token ids, int32 [rows, n + 1]: a prompt of n tokens, then the last token.
 
     Returns:
         float32 [rows, vocabulary].

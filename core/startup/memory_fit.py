@@ -205,7 +205,10 @@ class RankMemory:
             return self._claims(runner, run)
 
     def _claims(self, runner: Runner, run: Callable[[], None]) -> int:
-        """Run ``run`` and return the peak of claimed bytes, beyond those that stay claimed."""
+        """Run ``run`` and return the bytes that it claims at its peak and gives back.
+
+        Bytes claimed before or afterwards do not count.
+        """
         claimed = self.gauge.claimed()
         self.gauge.restart()
         with _eagerly(runner):
@@ -302,10 +305,9 @@ class RankMemory:
         """Return the bytes of each budget line and, on a device, those of a step.
 
         Returns:
-            For each line: ``planned``: the plan's number; ``measured``: measured while starting,
-            before the KV pool was made; ``served``: for some lines, measured again with the whole
-            pool allocated. On a device the further key ``step`` has the bytes of a step; its
-            ``served`` is the most that any step has taken since the rank was ready.
+            For each line ``planned`` (the plan's number) and ``measured`` (before the KV pool was
+            made); some lines also have ``served`` (measured with the whole pool allocated). On a
+            device the key ``step`` is added; its ``served`` is the most since the rank was ready.
         """
         planned = {line.name: line.bytes for line in self.plan.budget}
         lines: dict[str, dict[str, int | None]] = {}

@@ -34,8 +34,8 @@ class World:
     Attributes:
         batch: the step.
         rows: the sequences of the step.
-        page_size: tokens of a page.
-        num_pages: pages of the pool.
+        page_size: number of tokens of a page.
+        num_pages: number of pages of the pool.
         cached: entry name -> the entry's values for all tokens of each row, [length, *shape].
         pools: entry name -> the backend's cache, [num_pages * page_size, *shape].
     """
@@ -117,7 +117,7 @@ def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 
         rows: the rows, decoding ones first.
         page_size: tokens per page.
         seed: seed of the pages' order.
-        spare_columns: columns of the page table beyond the longest row.
+        spare_columns: number of page-table columns beyond those of the longest row.
     """
     count = len(rows)
     decodes = sum(not row.prefill for row in rows)

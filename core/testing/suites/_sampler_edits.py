@@ -75,7 +75,7 @@ class SamplerEditsSuite(SamplerBase):
             )
 
     def test_observed_tokens_count_like_joined_ones(self) -> None:
-        """Penalties count observed tokens like those with which a preempted row joins again."""
+        """Penalties count observed tokens exactly as they count output tokens given to ``join``."""
         stepped = self.driver()
         joined = self.driver()
         logits = self.logits(3)
@@ -96,7 +96,7 @@ class SamplerEditsSuite(SamplerBase):
                 outputs[row].append(drawn[row])
 
     def test_tokens_ahead_count_like_observed_ones(self) -> None:
-        """Drafts before a position are counted there only, and not stored."""
+        """Penalties at a position count the drafts before it; later steps do not count them."""
         params = make_params(
             temperature=0.9,
             presence_penalty=0.9,
