@@ -99,7 +99,7 @@ class RankBuilder:
 
     Attributes:
         clock: the rank's clock, which the loop keeps equal on all ranks.
-        plan: the plan; after ``build`` with the number of pages that the rank really has.
+        plan: the plan; ``build`` sets its number of pages to the one that the rank really has.
         phases: durations of the start-up phases, and their log lines.
         worker: the rank's number, device and mesh coordinates, with ``clock``.
         memory: measurements of the rank's memory.
@@ -238,7 +238,7 @@ class RankBuilder:
 
         Args:
             facts: the facts of the folder.
-            models: budget line -> model. Without models only the checks of the source run.
+            models: the models stored there, by the budget line of their weights.
 
         Returns:
             The number of bytes read.

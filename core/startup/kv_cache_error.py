@@ -1,10 +1,10 @@
 """Measurement of the error of an 8-bit KV cache, before the real cache is made.
 
 Start-up is refused if the error is too large. The same steps run over two small pools, one in the
-plan's format and one in the compute dtype: prompts, then one more token behind each prompt, whose
-logits are compared. The second step decodes, so that the measurement includes what a backend's
-decode kernel rounds beside the cache (its queries, for example). With speculation it is a prefill
-step. Random token ids stand in for text.
+plan's format and one in the compute dtype. The first step computes prompts of random token ids, the
+second one more token behind each prompt; the logits of that token are compared. The second step is
+a decode step, so that the rounding of a backend's decode kernel is measured too (of queries, for
+example). With speculation the second step is a prefill step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CacheError:
 
     Attributes:
         prompts: number of prompts.
-        tokens: tokens of each prompt.
+        tokens: number of tokens of each prompt.
         kl: median Kullback-Leibler divergence, in nats, of the logits over the 8-bit cache from
             those over the cache in the compute dtype.
         cosine: median cosine similarity of the two logit vectors.
@@ -116,7 +116,7 @@ def cache_error(runner: Runner, plan: EnginePlan, lend: Lend) -> CacheError | No
 
 
 def _tokens_behind(plan: EnginePlan) -> int:
-    """Return the number of positions behind a prompt that the measured steps may touch."""
+    """Return how many positions after a prompt's end the measured steps may use."""
     return 1 + plan.sizes.width + plan.sizes.lookahead
 
 
@@ -148,7 +148,7 @@ def _next_logits(runner: Runner, pages: NDArray[np.int32], ids: NDArray[np.int32
 
     Args:
         pages: page numbers of the rows, int32 [rows, pages].
-        ids: token ids, int32 [rows, n + 1]: n of a prompt, then the token that reads them.
+        ids: token ids, int32 [rows, n + 1]: a prompt of n tokens, then the last token.
 
     Returns:
         float32 [rows, vocabulary].

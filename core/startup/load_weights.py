@@ -125,7 +125,7 @@ def _misshapen(
 def _mistyped(
     found: dict[str, WeightTarget], entries: Mapping[str, TensorFact], architecture: str
 ) -> Iterator[str]:
-    """Yield a message for each target in ``found`` that its entry's dtype does not fit."""
+    """Yield a message for each target in ``found`` whose entry has an unsuitable dtype."""
     for name, target in found.items():
         stored = entries[name].dtype
         if not _readable(stored, target.dtype):
@@ -136,8 +136,8 @@ def _mistyped(
 def _readable(stored: str, fixed: str | None) -> bool:
     """Return whether a target of dtype ``fixed`` can be loaded from the dtype ``stored``.
 
-    A target without a fixed dtype accepts no 8-bit floats, which mean nothing without their scales;
-    only formats that fix the dtype read them.
+    If ``fixed`` is None, every floating-point type but those of 8 bits can be loaded: 8-bit floats
+    mean nothing without their scales.
     """
     return stored == fixed if fixed is not None else stored in FLOATING_DTYPES
 

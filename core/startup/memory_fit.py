@@ -2,7 +2,7 @@
 
 On a device, steps of the largest admitted shapes run first, over a pool of a few pages. Afterwards
 their memory is known, kernels are compiled and libraries have their workspaces, so that the pool
-can have all the rest but a reserve.
+can have the rest of the memory, apart from a reserve.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class RankMemory:
     def _peak(self, runner: Runner, line: str, run: Callable[[], None]) -> int:
         """Measure ``line`` as the peak of held bytes while ``run`` runs.
 
-        NOTE: steps run without graphs, whose memory is a line of its own. Steps that fit no graph
-        take their memory beside the graphs'.
+        NOTE: steps run without graphs here. The graphs' memory has its own budget line, because
+        steps that fit no graph need their memory in addition.
 
         Returns:
             The peak of claimed bytes, which exceeds that of held bytes by fragmentation.
@@ -205,7 +205,10 @@ class RankMemory:
             return self._claims(runner, run)
 
     def _claims(self, runner: Runner, run: Callable[[], None]) -> int:
-        """Run ``run`` and return the peak of claimed bytes, beyond those that stay claimed."""
+        """Run ``run`` and return the bytes that it claims at its peak and gives back.
+
+        Bytes claimed before or afterwards do not count.
+        """
         claimed = self.gauge.claimed()
         self.gauge.restart()
         with _eagerly(runner):
@@ -302,10 +305,9 @@ class RankMemory:
         """Return the bytes of each budget line and, on a device, those of a step.
 
         Returns:
-            For each line: ``planned``: the plan's number; ``measured``: measured while starting,
-            before the KV pool was made; ``served``: for some lines, measured again with the whole
-            pool allocated. On a device the further key ``step`` has the bytes of a step; its
-            ``served`` is the most that any step has taken since the rank was ready.
+            For each line ``planned`` (the plan's number) and ``measured`` (before the KV pool was
+            made); some lines also have ``served`` (measured with the whole pool allocated). On a
+            device the key ``step`` is added; its ``served`` is the most since the rank was ready.
         """
         planned = {line.name: line.bytes for line in self.plan.budget}
         lines: dict[str, dict[str, int | None]] = {}

@@ -169,9 +169,9 @@ class MemoryMeter:
 
     @contextmanager
     def taking(self, line: str) -> Iterator[None]:
-        """Measure, as ``line``, the free memory of the device that is lost within the context.
+        """Measure the fall of the device's free memory within the context, as ``line``.
 
-        All of the loss counts, whichever library or process took the memory.
+        The fall counts whichever library or process took the memory.
         """
         self.gauge.settle()
         before, _ = self.gauge.device()

@@ -23,9 +23,9 @@ SETTINGS_FUNCTION = "_accelerator_setAllocatorSettings"
 
 
 class _Process:
-    """The setting now in force in this process.
+    """The allocator setting now in force in this process.
 
-    An in-process engine may follow another one that had set the allocator differently.
+    It is remembered because an earlier engine in the process may have set the allocator otherwise.
     """
 
     expandable_segments = False

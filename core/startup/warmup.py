@@ -81,9 +81,9 @@ def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = Non
 def most_tokens(runner: Runner, plan: EnginePlan) -> None:
     """Run the steps with the most tokens: long prompts beside short ones.
 
-    In the first step all prompts are fresh, in the second the first row's chunk follows a cached
-    prefix. Then run a prefill step at each smaller token count at which memory may peak
-    (``Sizes.peak_tokens``).
+    There are two such steps. In the first one no prompt has cached tokens; in the second one the
+    first row has a cached prefix. Then a prefill step runs at each smaller token count at which
+    memory may peak (``Sizes.peak_tokens``).
     """
     sizes = plan.sizes
     longest = min(sizes.chunk_size, sizes.context_length - sizes.width)
@@ -144,7 +144,7 @@ def most_passed(runner: Runner, plan: EnginePlan) -> None:
 
 
 def _most(counts: Iterable[int], peaks: Iterable[int]) -> list[int]:
-    """Return the largest of ``counts`` and, for each of ``peaks``, the largest one not above it.
+    """Return the largest count and, for each of ``peaks``, the largest count not above the peak.
 
     The result is in descending order, without repetitions.
     """
@@ -187,9 +187,9 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
     """Return (decoding rows, tokens) of each step that ``steps_between`` runs, ascending.
 
-    Between the largest captured token count and the chunk size, these are all multiples of
-    ROUND_TOKENS and, between them, counts that are alternately odd and divisible by
-    SPECIALIZED_DIVISOR.
+    The token counts lie between the largest captured one and the chunk size. They are all multiples
+    of ROUND_TOKENS in this range, and further counts between these multiples. The further counts
+    are alternately odd and divisible by SPECIALIZED_DIVISOR.
     """
     least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
     steps = min(STEPS_BETWEEN, sizes.max_running - 1)
@@ -203,8 +203,8 @@ def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
 def _counts_beside(rounds: set[int], least: int, most: int, steps: int) -> Iterator[int]:
     """Yield up to ``steps`` token counts between ``least`` and ``most``, ascending.
 
-    Every second one is odd; the others are divisible by SPECIALIZED_DIVISOR, and left out where one
-    of ``rounds`` is near.
+    Every second count is odd. The others are divisible by SPECIALIZED_DIVISOR; of these, counts
+    close to a number in ``rounds`` are left out.
     """
     for number in range(1, steps + 1):
         tokens = least + (most - least) * number // STEPS_BETWEEN
@@ -310,8 +310,11 @@ def _ids(plan: EnginePlan, count: int) -> np.ndarray:
 def _decode(plan: EnginePlan, step: int = 1) -> Batch:
     """Return a decode or verify step of up to 8 rows.
 
-    With speculation, lengths are stored on the device: the first row continues the prompt that was
-    just computed, and ``step`` is the number of this step after that prompt, from 1.
+    With speculation, the first row continues the prompt that was just computed, because the device
+    stores that row's length.
+
+    Args:
+        step: number of this step after the prompt, from 1; unused without speculation.
     """
     width = plan.sizes.width
     return _decoding(

@@ -23,8 +23,8 @@ class DeepseekConfig:
     """Sizes and switches of a DeepSeek model, with short names for the keys of config.json.
 
     Attributes:
-        nope: number of key channels of a head without rotary embedding.
-        rope: number of key channels of a head with rotary embedding.
+        nope: number of a head's key channels that have no rotary embedding.
+        rope: number of a head's key channels that have rotary embedding.
         v: number of value channels of a head.
         kv_lora: rank of the latent keys and values.
         q_lora: rank of the latent queries; None: queries are projected directly.

@@ -147,7 +147,7 @@ def _sentence(rng: random.Random) -> str:
 
 
 def _items(rng: random.Random, low: int, high: int) -> list[str]:
-    """Return ``low`` to ``high`` distinct random words, letters or numbers."""
+    """Return distinct random words, letters or numbers: at least ``low``, at most ``high``."""
     size = rng.randint(low, high)
     pool: Sequence[str] = rng.choice(
         (NOUNS, NOUNS, LETTERS.upper(), NAMES, [str(n) for n in range(100)])

@@ -201,11 +201,11 @@ class Stepper:
 
     @torch.inference_mode()
     def fill(self, row: int, ids: list[int], previous: Tensor) -> None:
-        """Store the cache entries of a row's next tokens in a NextN layer.
+        """Have the model, a NextN layer, store the cache entries of a row's next tokens.
 
         Args:
             row: the row.
-            ids: its next tokens.
+            ids: the row's next tokens.
             previous: hidden states at the positions before these tokens, [T, hidden].
         """
         batch = self._batch({row: ids}, 0)

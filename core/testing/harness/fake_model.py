@@ -60,8 +60,8 @@ class FakeModel:
     """A model that runs batches at once, in launch order; the caller commits the results later.
 
     Args:
-        width: number of tokens that a decoding row computes; beyond one, drafts are right with
-            probability ``hit``.
+        width: number of tokens that a decoding row computes: one, and ``width - 1`` drafts, each of
+            which is right with probability ``hit``.
         bad: (sequence id, output length) at which the logits become NaN.
         lookahead: number of entries that a draft writes behind the accepted tokens; they are never
             read.

@@ -20,7 +20,7 @@ from glowplug.core.step.batch import Batch
 
 @dataclass
 class Row:
-    """A sequence of ``length`` tokens of which the step computes the last ``queries``."""
+    """A sequence of ``length`` tokens of which the step computes the last ``queries`` tokens."""
 
     length: int
     queries: int
@@ -34,8 +34,8 @@ class World:
     Attributes:
         batch: the step.
         rows: the sequences of the step.
-        page_size: tokens of a page.
-        num_pages: pages of the pool.
+        page_size: number of tokens of a page.
+        num_pages: number of pages of the pool.
         cached: entry name -> the entry's values for all tokens of each row, [length, *shape].
         pools: entry name -> the backend's cache, [num_pages * page_size, *shape].
     """
@@ -54,9 +54,9 @@ class World:
         generator: torch.Generator,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Make random cache entries ``name`` of all rows and store those of earlier tokens.
+        """Make random cache entries, of entry name ``name``, for the tokens of all rows.
 
-        Earlier tokens are those before the step's own; their entries are put into the pool.
+        Entries of tokens before the step's own are stored in the pool; the others are returned.
 
         The values are float32 numbers that ``dtype`` holds exactly.
 
@@ -117,7 +117,7 @@ def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 
         rows: the rows, decoding ones first.
         page_size: tokens per page.
         seed: seed of the pages' order.
-        spare_columns: columns of the page table beyond the longest row.
+        spare_columns: number of page-table columns beyond those of the longest row.
     """
     count = len(rows)
     decodes = sum(not row.prefill for row in rows)

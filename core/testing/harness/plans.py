@@ -12,7 +12,7 @@ VOCAB = 997  #: tokens of the fake model's vocabulary
 
 
 def sizes(**changes: Any) -> Sizes:
-    """Return small sizes: context 64, 8 rows, chunks of 16, pages of 4.
+    """Return small sizes: 64 tokens of context, 8 rows, chunks of 16 tokens, pages of 4.
 
     The pool has pages for all rows at full length. ``changes`` replace fields.
     """

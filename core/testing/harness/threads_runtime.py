@@ -29,8 +29,9 @@ MEETINGS: dict[str, Meeting] = {}  #: ``Worker.rendezvous`` -> meeting of its ra
 class ThreadGroup:
     """The shared lists of one group of ranks.
 
-    There are two lists, so that one barrier an exchange is enough. A rank can write into a list
-    again only after the next exchange, which all other ranks enter after they have read the list.
+    Exchanges use two lists alternately, so that one barrier per exchange is enough. Before a rank
+    writes into a list again, the exchange over the other list takes place, and every rank enters
+    that exchange only after it has read the first list.
     """
 
     def __init__(self, size: int) -> None:

@@ -174,7 +174,7 @@ class AttentionSuite:
                 )
 
     def test_a_first_key_is_where_attention_begins(self) -> None:
-        """A draft's cache has no entry in its first position; that position holds NaN here."""
+        """Position 0 of a draft's cache has no entry and is never read; it holds NaN here."""
         if not self.first_key:
             pytest.skip("this backend reads every position")
         for seed in range(2 * self.max_width):

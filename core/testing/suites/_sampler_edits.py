@@ -23,7 +23,7 @@ class SamplerEditsSuite(SamplerBase):
     """Tests of edited logits and of the tokens that penalties count."""
 
     def check_edits(self, **changes: object) -> None:
-        """Check draws with the parameters ``changes``: distribution, and the greedy choice."""
+        """Check the distribution of drawn tokens, and the greedy ones, with ``changes``."""
         prompt = [1, 2, 2]
         output = [4, 4, 8]
         driver = self.driver()
@@ -75,7 +75,7 @@ class SamplerEditsSuite(SamplerBase):
             )
 
     def test_observed_tokens_count_like_joined_ones(self) -> None:
-        """Penalties count observed tokens like those with which a preempted row joins again."""
+        """Penalties count observed tokens exactly as they count output tokens given to ``join``."""
         stepped = self.driver()
         joined = self.driver()
         logits = self.logits(3)
@@ -96,7 +96,7 @@ class SamplerEditsSuite(SamplerBase):
                 outputs[row].append(drawn[row])
 
     def test_tokens_ahead_count_like_observed_ones(self) -> None:
-        """Drafts before a position are counted there only, and not stored."""
+        """Penalties at a position count the drafts before it; later steps do not count them."""
         params = make_params(
             temperature=0.9,
             presence_penalty=0.9,
@@ -121,7 +121,7 @@ class SamplerEditsSuite(SamplerBase):
 
     @staticmethod
     def draw_ahead(driver: Driver, drafts: list[int], logits: Tensor) -> list[int]:
-        """Return row 5's tokens at positions 4 to 7, each after the drafts before it."""
+        """Draw row 5's tokens at positions 4 to 7, which follow 0, 1, 2 and 3 of ``drafts``."""
         on = driver.device
         ahead = [[*drafts[:i], *[-1] * (3 - i)] for i in range(4)]
         return driver.sample(

@@ -48,9 +48,9 @@ class SchedulerEndsSuite(SchedulerBase):
     @pytest.mark.parametrize("steps", range(9))
     @pytest.mark.parametrize("reason", ["abort", "stop"])
     def test_abort_at_any_moment(self, steps: int, reason: str) -> None:
-        """Pages are freed and other sequences do not change, whatever step the abort follows.
+        """An abort after any step frees the pages and does not change other sequences.
 
-        Sequences are queued, prefilling (three chunks), decoding or in flight.
+        The aborted sequences are queued, prefilling (in three chunks), decoding or in flight.
         """
         rng = random.Random(steps)
         drive = self.drive(max_running=2)

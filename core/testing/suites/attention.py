@@ -148,7 +148,7 @@ class MhaSuite(AttentionSuite):
 def causal_softmax(scores: Tensor) -> Tensor:
     """Return the causal softmax of scores [H, T, M].
 
-    The last query attends to all M keys, each earlier query to one key less.
+    The last query attends to all M keys, the one before it to M - 1, and so on.
     """
 
     count, keys = scores.shape[1:]

@@ -75,7 +75,10 @@ class CacheSuite:
         return Pool()
 
     def put(self, cache: PrefixCache, pool: Pool, tokens: list[int], salt: str = "") -> None:
-        """Insert the complete pages of ``tokens``: cached pages as found, the others new."""
+        """Insert the complete pages of ``tokens`` into the cache.
+
+        Pages that the cache already has for these tokens are inserted again; the others are new.
+        """
         whole = tokens[: len(tokens) // SIZE * SIZE]
         match = cache.match(ints(whole), salt)
         cache.lock(match, 1)

@@ -65,8 +65,8 @@ class ParserSuite:
     def cases(self) -> Sequence[Case]:
         """Return texts of the format under test, with their parsed forms.
 
-        They should be plain, with every construct, truncated in each construct, with Unicode and
-        with white space.
+        There should be a plain text, texts with every construct of the format, texts that end
+        within each construct, and texts with Unicode and with white space.
         """
         raise NotImplementedError
 

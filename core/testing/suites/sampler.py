@@ -155,7 +155,7 @@ class SamplerSuite(SamplerEditsSuite):
 
     @staticmethod
     def check_logprobs(sampled: Sampled, row: int, expected: Tensor, k: int) -> None:
-        """Check a row's log-probabilities against ``expected`` [V]: its token's and the k best."""
+        """Compare the log-probabilities of a row's token and k best tokens with ``expected``."""
         got = sampled.logprobs
         assert got is not None
         best = expected.topk(k)

@@ -142,7 +142,7 @@ class SchedulerSuite(SchedulerEndsSuite):
     @pytest.mark.parametrize("depth", [0, 1])
     @pytest.mark.parametrize("seed", SEEDS)
     def test_a_tiny_pool_changes_nothing(self, seed: int, depth: int, width: int) -> None:
-        """With pages for little more than one sequence all finish with the same outputs."""
+        """If pages suffice for little more than one sequence, the outputs stay the same."""
         rng = random.Random(seed)
         heads = [prompt(rng, 24) for _ in range(2)]
         sequences = [

@@ -68,8 +68,8 @@ def step(
     Args:
         rows: rows of the sequence table.
         decodes: number of decoding rows, which come first.
-        queries: tokens of each row in this step.
-        kv_lens: tokens of each row's cache after this step.
+        queries: number of tokens of each row in this step.
+        kv_lens: number of tokens in each row's cache after this step.
         samples: whether each row yields a token; None: all do.
     """
     count = len(rows)

@@ -31,12 +31,15 @@ class WantedTensor:
 
 
 def whole(value: Tensor) -> tuple[slice, ...]:
-    """Return the slices of the whole tensor."""
+    """Return the slices, one per dimension, that select the whole tensor."""
     return (slice(None),) * value.dim()
 
 
 def cuts(value: Tensor) -> list[tuple[slice, ...]]:
-    """Return slices: the whole tensor in two spellings, and the middle of each dimension."""
+    """Return index tuples to read: the whole tensor, written in two ways, and parts of it.
+
+    The parts are the middle of each dimension alone, and the middle of all dimensions.
+    """
     full = tuple(slice(0, size) for size in value.shape)
     middles = [
         slice(size // 3, max(size // 3 + 1, size - size // 4)) if size else slice(0, 0)

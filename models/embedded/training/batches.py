@@ -102,7 +102,7 @@ class TextSource:
         return ask, reasoning + pair.answer if think else pair.answer, think
 
     def conversation(self) -> tuple[list[int], list[float]]:
-        """Return a conversation of one to three turns, only the last perhaps with reasoning."""
+        """Return a conversation of one to three turns, only the last of which may reason."""
         share = self.mix.tasks / (self.mix.tasks + self.mix.pairs)
         past: list[tuple[str, str]] = []
         while True:

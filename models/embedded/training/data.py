@@ -45,7 +45,10 @@ class Pair:
 
     @property
     def held_out(self) -> bool:
-        """True if the pair is kept for evaluation: a fixed share of all sources but the facts."""
+        """True if the pair is kept for evaluation and not trained on.
+
+        A fixed share of each source's pairs is kept, but none of the source "facts".
+        """
         digest = hashlib.blake2b(self.asks[0].encode(), digest_size=8).digest()
         return self.source != "facts" and int.from_bytes(digest, "big") % HELD_OUT_BUCKETS == 0
 

@@ -5,8 +5,8 @@
 
 The weights are in block FP8 or bf16. FP8 covers the projections of attention, MLPs and experts;
 embeddings, head, norms, routers, correction biases and the MTP layer's eh_proj keep their type, as
-published. The MTP layer's copies of the embedding and the head are left out: they equal those of
-the main model, which readers share (they would add 2 MB).
+published. The MTP layer's copies of the embedding and the head are left out, because they equal
+those of the main model, which readers use instead.
 """
 
 import argparse

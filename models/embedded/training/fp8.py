@@ -43,13 +43,13 @@ def dequantize_blocks(weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def fake_weight(weight: Tensor) -> Tensor:
-    """Round `weight` to block FP8, with the gradient of the identity."""
+    """Round `weight` to block FP8; the gradient is the identity's."""
     rounded = dequantize_blocks(*quantize_blocks(weight.detach())).to(weight.dtype)
     return weight + (rounded - weight).detach()
 
 
 def fake_activation(x: Tensor) -> Tensor:
-    """Round `x` to E4M3 per token and 128 channels, with the gradient of the identity."""
+    """Round `x` to E4M3, one scale per token and 128 channels; the gradient is the identity's."""
     groups = x.detach().float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
     scale = groups.abs().amax(dim=-1, keepdim=True).clamp_min(SCALE_MIN) / E4M3_MAX
     rounded = ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)

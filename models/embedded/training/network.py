@@ -130,7 +130,10 @@ class Router(nn.Module):
         self.register_buffer("load", torch.zeros(shape.experts), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the experts' weights [B, T, experts], 0 if not chosen, `routed_scale` in sum."""
+        """Return each token's weights of all experts, [B, T, experts].
+
+        Experts that are not chosen have weight 0; the others' weights sum to `routed_scale`.
+        """
         s = self.shape
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.float(), self.weight.float()).sigmoid()

@@ -1,7 +1,7 @@
 """The embedded model's dimensions, and its config.json.
 
-Every dimension that an FP8 block covers is a multiple of 128. Block scales therefore align however
-a reader derives the block size, and heads, experts and widths can be divided among 2 or 4 ranks.
+Every dimension of an FP8 weight is a multiple of 128, so that the weight consists of whole blocks.
+Heads, experts and widths can be divided among 2 or 4 ranks.
 """
 
 import math

@@ -4,8 +4,8 @@
         --model SmolLM2-135M-Instruct.Q4_1.gguf --wordnet DIR
 
 The script uses glowplug's Llama model and needs the glowplug-gguf package of tests/thirdparty. It
-uses the engine as a user does and therefore imports the offline entry point (inside `main`), an
-exception to this package's import rule that only score.py shares.
+uses the engine as a user does and therefore imports the offline entry point (inside `main`). Only
+this module and score.py may do so: other modules of this package import no entry point.
 """
 
 import argparse

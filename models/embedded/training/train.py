@@ -6,7 +6,7 @@
 The learning rate warms up, stays constant, and falls linearly over the second half of the given
 time. Expert loads are balanced by the correction bias alone (the auxiliary-loss-free rule of
 DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2). From `--fp8-from` on, projections
-compute in block FP8 with straight-through gradients, the format in which the checkpoint is served.
+compute in block FP8, the format in which the checkpoint is served, with straight-through gradients.
 """
 
 import argparse
@@ -114,7 +114,10 @@ class Trainer:
             router.e_score_correction_bias += speed * (step - step.mean())
 
     def imbalance(self) -> float:
-        """Return the largest ratio in any layer of the busiest expert's load to the mean load."""
+        """Return how unevenly experts are loaded, in the least balanced layer.
+
+        This is the load of the layer's busiest expert, divided by the mean load of its experts.
+        """
         return max(float(r.load.max() / r.load.mean().clamp_min(1)) for r in self.model.routers())
 
 
