@@ -88,7 +88,7 @@ class TiedHead(LmHead):
         return iter(())
 
     def finalize(self) -> None:
-        """Copy the loaded embedding into the linear method's layout."""
+        """Copy the loaded embedding into the head's weight, in its linear method's layout."""
         for target in self.linear.targets():
             target.store(self._embedding[0])
         super().finalize()

@@ -147,7 +147,7 @@ class SpeculativeOptions(Options):
         return 0
 
     def draft_folder(self) -> str | None:
-        """Return the draft model's own folder; None if it is in the target's, or without a draft."""
+        """Return the draft model's own folder; None if it has none, or without a draft."""
         return None
 
 

@@ -68,8 +68,8 @@ class RouteSettingReady(Protocol):
 
         Args:
             ready: ready flag of ``StartedExperts``, int32; its first element is set to 1. It may
-                stay unset in steps of very few tokens (``VECTOR_TOKENS_MAX`` in ``kernels/moe/route.py``),
-                for which experts are never started early.
+                stay unset in steps of very few tokens (``VECTOR_TOKENS_MAX`` in
+                ``kernels/moe/route.py``), for which experts are never started early.
         """
         ...
 

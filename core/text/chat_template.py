@@ -53,7 +53,7 @@ class Generation(Extension):
 
 
 class Guard(NodeTransformer):
-    """A syntax-tree transformer that adds checks: of the deadline in loops, of the size in ``~``."""
+    """A syntax-tree transformer that adds checks of the deadline (loops) and size (``~``)."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)

@@ -48,7 +48,7 @@ def _score_layout(block_m, warps):
 
 @gluon.constexpr_function
 def _sum_layout(block_m, columns, warps):
-    """Return the layout of the accumulated output, arranged as the scores are."""
+    """Return the register layout of the output sums [block_m, columns] (warp-group MMA)."""
     if block_m < 64:
         return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
     return gl.NVMMADistributedLayout(

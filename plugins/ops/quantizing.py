@@ -80,7 +80,7 @@ def producers(
 def _producers_of_both(
     both: str, rms_norm: Norm, add_rms_norm: AddNorm
 ) -> Mapping[tuple[str, str], Callable[..., Any]]:
-    """Return norms that store their result both plain and quantised, as input format ``both``."""
+    """Return the norms with plain and quantised results, by (op, ``both``) as in ``Ops.fused``."""
 
     def normed_both(x: Tensor, weight: Tensor, eps: float) -> Both:
         plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)

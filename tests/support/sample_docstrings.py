@@ -10,6 +10,7 @@ import ast
 import json
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from tests.support.source_tree import name_of, sources, tree
@@ -18,13 +19,26 @@ Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def documented() -> list[tuple[str, Documented]]:
-    """Return (place, node) of every class and function with a docstring in the five packages."""
+    """Return (place, node) of every class and function with a docstring in the five packages.
+
+    Places name the class of a method, as an editor shows it.
+    """
     return [
-        (f"{name_of(path)}:{node.name}", node)
+        (f"{name_of(path)}:{name}", node)
         for path in sources()
-        for node in ast.walk(tree(path))
-        if isinstance(node, Documented) and ast.get_docstring(node)
+        for name, node in definitions(tree(path), "")
+        if ast.get_docstring(node)
     ]
+
+
+def definitions(parent: ast.AST, prefix: str) -> Iterator[tuple[str, Documented]]:
+    """Yield (qualified name, node) of the classes and functions inside ``parent``."""
+    for node in ast.iter_child_nodes(parent):
+        inside = prefix
+        if isinstance(node, Documented):
+            yield prefix + node.name, node
+            inside = f"{prefix}{node.name}."
+        yield from definitions(node, inside)
 
 
 def signature(node: Documented) -> str:

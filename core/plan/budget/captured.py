@@ -155,10 +155,10 @@ def _token_count_decision(
 def _given_counts(
     proposal: Proposal, field: str, counts: tuple[int, ...], left_out: list[int], limit: str
 ) -> Decision:
-    """Return the decision on the batch sizes or token counts that the option ``field`` gives.
+    """Return the decision that graphs are captured for ``counts``, given by the option ``field``.
 
     Args:
-        left_out: given counts that are not captured.
+        left_out: further counts of the option, which are not captured.
         limit: the reason why those in ``left_out`` are not captured.
     """
     by, why = proposal.source(field) or ("operator", "")
