@@ -144,7 +144,7 @@ class TextSource:
         return self.statement() if self.rng.random() < STATEMENT_SHARE else self.conversation()
 
     def statement(self) -> tuple[list[int], list[float]]:
-        """Return a fact by itself, outside any conversation."""
+        """Return a text that states a fact outside a conversation: token ids and loss weights."""
         text = f"{tokenizer.BOS}{self.rng.choice(self.pairs['facts']).answer}{tokenizer.EOS}"
         ids = self.coder.encode(text, add_special_tokens=False).ids
         return ids, [1.0] * len(ids)

@@ -75,10 +75,10 @@ def nearest_entry(queries: int, longest: float, width: int) -> Line:
 
 
 def short_rows(heads: int) -> range:
-    """Return the row counts at which short contexts have another fastest kernel than long ones.
+    """Return the row counts at which the fastest kernel differs for short and for long contexts.
 
-    Contexts are short if each row has one token and no row has more than SHORT_KEYS_MAX keys.
-    ``heads``: number of heads on a rank.
+    The contexts of a step are short if no row has more than SHORT_KEYS_MAX keys and each row
+    computes one token. ``heads``: number of heads on a rank.
     """
     if heads > FEW_HEADS_MAX:
         most, kernel = nearest_entry(heads, SHORT_KEYS_MAX, 1)[0]
