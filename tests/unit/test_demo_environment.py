@@ -119,7 +119,7 @@ def test_v3_on_eight_gpus_is_planned_as_there() -> None:
     assert (chosen["attention"], chosen["quantization"], chosen["collectives"]) == (
         "hopper_mla",
         "block_fp8",
-        "nccl",
+        "peer_memory",
     )
     assert (chosen["sampling"], chosen["ops"]) == ("triton", "triton")
     decided = {decision["field"]: decision["value"] for decision in planned["decisions"]}
