@@ -346,8 +346,7 @@ def _launch(
 ) -> Tensor:
     """Launch the second grouped GEMM, or the first if ``weights`` is None; return ``out``.
 
-    The ids have ``topk`` columns. The result of the second GEMM has rows only for the first
-    ``kept`` of them.
+    Of the ``topk`` columns of ids, the second GEMM has result rows for the first ``kept``.
     """
     columns = out.shape[-1]
     depth = w.shape[2]
