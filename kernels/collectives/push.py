@@ -25,14 +25,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
+from glowplug.kernels.collectives.buffer_sizes import BUFFERS
 from glowplug.kernels.launch import dependent_launch
 
-BUFFERS = 3  #: receiving buffers that take turns
 #: two negative zeros in bfloat16 or float16, as int32; in float32 a negative subnormal number
 EMPTY_BITS = -0x7FFF8000
 #: dtypes whose negative zero is sent as zero
 SENT_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 TURNS = tl.constexpr(BUFFERS)
+#: nanoseconds of waiting after which ``fault`` and the limit are looked at
+PATIENCE = tl.constexpr(1_000_000)
 EMPTY32 = tl.constexpr(EMPTY_BITS)
 EMPTY16 = tl.constexpr(-0x8000)
 
@@ -90,11 +92,6 @@ class PeerBuffers:
     def words(self, x: Tensor) -> tuple[int, int]:
         """Return ``capacity`` and ``tile``, counted in elements of x instead of 16-bit words."""
         return self.capacity * 2 // x.element_size(), self.tile * 2 // x.element_size()
-
-
-def buffer_words(ranks: int, capacity: int) -> int:
-    """Return the number of 16-bit words of one rank's receiving buffers."""
-    return BUFFERS * (ranks - 1) * capacity
 
 
 def peer_buffers(
@@ -177,7 +174,7 @@ def received(address, mask, fault, source, LIMIT: tl.constexpr):
             bits = tl.load(address, mask=mask, other=0, volatile=True)
             waits = missing(bits)
             waited = globaltimer() - begun
-            if waits & (waited > 1000000):
+            if waits & (waited > PATIENCE):
                 if waited > LIMIT:
                     tl.store(fault, source + 1)
                     tl.store(tl.load(fault + 1).to(tl.pointer_type(tl.int32)), source + 1)

@@ -21,12 +21,12 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, Quantized, Worker
 from glowplug.kernels.collectives.add_norm import add_rms_norm
 from glowplug.kernels.collectives.all_reduce import one_shot, two_shot
+from glowplug.kernels.collectives.buffer_sizes import buffer_words
 from glowplug.kernels.collectives.gather import all_gather, reduce_scatter, rows_that_fit
 from glowplug.kernels.collectives.push import (
     EMPTY_BITS,
     SENT_DTYPES,
     PeerBuffers,
-    buffer_words,
     peer_buffers,
 )
 from glowplug.kernels.formats.fp8_block import FP8_INPUT
@@ -95,7 +95,7 @@ class PeerGroup:
     """Collective operations among the GPUs of one mesh axis, through each other's memory.
 
     Args:
-        name: name of the group, equal on all its ranks and unique in this process.
+        name: name of the group, unique in this process.
         rank: this rank's number in the group.
         ranks: number of ranks in the group.
         store: the group's part of the rendezvous store.
@@ -245,13 +245,14 @@ class PeerMemory(Nccl):
             "", or the reason why the GPUs cannot use each other's memory.
         """
         own = torch.device(self._device).index or 0
-        for members in sorted(set(self._members.values())):
+        groups = sorted(set(self._members.values()))
+        for members in groups:
             for peer in members:
                 if peer != self._rank and not torch.cuda.can_device_access_peer(own, peer):
                     return f"GPU {own} has no access to the memory of GPU {peer}"
         sizes = plan.sizes
         try:
-            for members in sorted(set(self._members.values())):
+            for members in groups:
                 name = f"glowplug {'-'.join(map(str, members))} {id(self._store):x}"
                 self._peers[members] = PeerGroup(
                     name,

@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from glowplug.core.facts.mesh import AXES, axis_size, group
+from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words
 
 KIB = 1 << 10
 MIB = 1 << 20
-BUFFERS = 3  #: receiving buffers that take turns (``kernels.collectives.push``)
-WORD = 2  #: bytes of a word
 SMALL_TILE = 512  #: words per tile of tensors up to SMALL_BYTES
 #: words per tile of larger tensors, which need more loads in flight (on two H200, 8 MB: 32 us, with
 #: tiles of 512 words 41 us)
 LARGE_TILE = 2048
-SMALL_BYTES = (
-    MIB  #: largest tensor in small tiles (on two H200, 1 MB: 5.5 us, in large ones 6.5 us)
-)
+#: largest tensor in small tiles (on two H200, 1 MB: 5.5 us, in large ones 6.5 us)
+SMALL_BYTES = MIB
 #: ranks -> largest tensor of a one-shot all-reduce. Two ranks send as much in two shots, so only
 #: the memory of the buffers limits them; NCCL took 78 us for 16 MB, this exchange 61 us.
 ONE_SHOT_BYTES = {2: 16 * MIB, 4: 384 * KIB, 8: 128 * KIB}
@@ -66,7 +64,7 @@ class PeerSizes(NamedTuple):
 
     def bytes(self, ranks: int) -> int:
         """Return the bytes of the receiving buffers of one rank in a group of ``ranks`` ranks."""
-        return sum(BUFFERS * (ranks - 1) * size.capacity * WORD for size in self)
+        return sum(buffer_words(ranks, size.capacity) for size in self) * WORD_BYTES
 
 
 def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
@@ -77,12 +75,12 @@ def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
         hidden: hidden size of the model.
         tokens: most tokens of a step.
     """
-    largest = hidden * tokens * WORD
+    largest = hidden * tokens * WORD_BYTES
     one_shot = min(largest, one_shot_bytes(ranks))
     two_shot = min(largest, TWO_SHOT_BYTES) if one_shot < largest and ranks > 2 else 0
     chunk = _tiles(two_shot // ranks, LARGE_TILE)
     row = 1 << (hidden - 1).bit_length()
-    rows = min(tokens, NORM_ROWS_MAX, one_shot_bytes(ranks) // (row * WORD))
+    rows = min(tokens, NORM_ROWS_MAX, one_shot_bytes(ranks) // (row * WORD_BYTES))
     return PeerSizes(
         small=_tiles(min(one_shot, SMALL_BYTES), SMALL_TILE),
         large=_tiles(one_shot if one_shot > SMALL_BYTES else 0, LARGE_TILE),
@@ -112,4 +110,4 @@ def one_shot_bytes(ranks: int) -> int:
 
 def _tiles(size: int, tile: int) -> BufferSize:
     """Return the size of a buffer for ``size`` bytes, in tiles of ``tile`` words, rounded up."""
-    return BufferSize(-(-size // (tile * WORD)) * tile, tile)
+    return BufferSize(-(-size // (tile * WORD_BYTES)) * tile, tile)

@@ -20,10 +20,10 @@ if DEVICE == "cpu":
 
 from glowplug.kernels.collectives import add_norm, expert_exchange, gather  # noqa: E402
 from glowplug.kernels.collectives.all_reduce import RECEIVE, SEND, SUM, one_shot, two_shot  # noqa: E402
+from glowplug.kernels.collectives.buffer_sizes import buffer_words  # noqa: E402
 from glowplug.kernels.collectives.push import (  # noqa: E402
     EMPTY_BITS,
     PeerBuffers,
-    buffer_words,
     peer_buffers,
 )
 from glowplug.kernels.elementwise.norm import add_rms_norm as plain_add_rms_norm  # noqa: E402
