@@ -329,18 +329,31 @@ class Moe(Module):
     ) -> Tensor:
         """Run this rank's tokens through the experts of all ranks, by ``exchange``."""
         assert batch is not None, "an exchange needs the step's shape"
-        sent, ids, weights = exchange.dispatch(x, ids, weights, batch)
-        y = self.experts.forward(sent if self._cast is None else self._cast(sent), ids, weights)
+        sends_quantized = getattr(exchange, "sends_quantized", None)
+        given: Tensor | Quantized = x
+        sent: Tensor | Quantized
+        if sends_quantized is not None and sends_quantized(self.experts.input_format, batch):
+            given = self._formatted(x)
+            sent, ids, weights = exchange.dispatch_quantized(  # type: ignore[attr-defined]
+                given, ids, weights, batch
+            )
+        else:
+            sent, ids, weights = exchange.dispatch(x, ids, weights, batch)
+        y = self.experts.forward(self._formatted(sent), ids, weights)
         assert isinstance(y, Tensor), "an exchange takes sums, not ``Parts``"
         if self.shared is None:
             return exchange.combine(y)
-        shared = self.shared.forward(x if self._cast is None else self._cast(x))
+        shared = self.shared.forward(self._formatted(given))
         assert isinstance(shared, Tensor), "the shared expert's terms are added here"
         return (
             exchange.combine(y, shared)
             if self.shared.down.partial
             else exchange.combine(y).add_(shared)
         )
+
+    def _formatted(self, x: Tensor | Quantized) -> Tensor | Quantized:
+        """Return x in the input format of the routed and shared experts."""
+        return self._cast(x) if self._cast is not None and isinstance(x, Tensor) else x
 
     def _summed(self, y: Tensor | Parts) -> Terms:
         """Return y summed over the ranks, or as a term of the sum that the next norm computes."""

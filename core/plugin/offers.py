@@ -181,12 +181,16 @@ class ParallelOffers(Offers):
         exchanges: tokens move between ranks, so a layer may compute other tokens than the rank's
             own, and their number differs between steps. False if all ranks compute all tokens of a
             step.
+        buffer_bytes: function from the options, the mesh, the model and the most tokens of a rank
+            in a step to the bytes that its exchanges reserve on a device, with collectives that
+            have ``expert_rows``; None for none.
     """
 
     axes: frozenset[str] = frozenset()
     ranks: bool = False
     idle_steps: bool = False
     exchanges: bool = True
+    buffer_bytes: Callable[[Any, Mapping[str, int], ModelFacts, int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -348,12 +352,15 @@ class CollectiveOffers(Offers):
             ``Parts`` before them.
         buffer_bytes: function from the mesh, the hidden size and the most tokens of a step to the
             bytes of its buffers on a device; None for none.
+        expert_rows: it has the method ``expert_rows``, through which tokens go only to the ranks of
+            their experts.
     """
 
     ranks: bool = False
     expandable_segments: bool = False
     sums_in_norm: bool = False
     buffer_bytes: Callable[[Mapping[str, int], int, int], int] | None = None
+    expert_rows: bool = False
 
 
 @dataclass(frozen=True)

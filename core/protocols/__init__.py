@@ -49,6 +49,7 @@ from glowplug.core.protocols.ops import (
 from glowplug.core.protocols.parallel import (
     Collectives as Collectives,
     ExpertExchange as ExpertExchange,
+    ExpertRows as ExpertRows,
     ParallelStrategy as ParallelStrategy,
     RequestRouter as RequestRouter,
     Shard as Shard,

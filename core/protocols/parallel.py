@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from glowplug.core.protocols.quantization import Quantized
 from glowplug.core.step.batch import Batch, StepShape
 from glowplug.core.step.request import Sequence
 
@@ -45,6 +46,11 @@ class ExpertExchange(Protocol):
 
     Each step calls ``dispatch`` and ``combine`` once, in this order.
 
+    Two further methods are optional. ``sends_quantized(input_format, batch) -> bool`` returns
+    whether the step's tokens can be sent in the experts' input format. Then
+    ``dispatch_quantized(x, ids, weights, batch)`` takes the place of ``dispatch``; it receives and
+    returns ``Quantized`` tokens.
+
     Attributes:
         load: int64 [experts], on the device: number of tokens that chose each expert so far. Over
             the ranks of a group every token counts once, padding never. None: not counted.
@@ -76,6 +82,65 @@ class ExpertExchange(Protocol):
             y: this rank's results, perhaps partial sums, [M, hidden]; may be overwritten.
             partial: [T, hidden], this rank's term of a sum over "attn_tp" (the shared expert's),
                 which is added to the result; may be overwritten.
+        """
+        ...
+
+
+class ExpertRows(Protocol):
+    """Exchange of tokens with the ranks of their experts in fixed shapes, so it can be captured.
+
+    Each rank has S rows. Its tokens are the first of them, the other rows are empty. Each
+    ``dispatch`` is followed by one ``combine`` before the next ``dispatch``.
+
+    Attributes:
+        rows: the largest S.
+        formats: input formats of experts in which ``dispatch`` can send quantised tokens.
+    """
+
+    rows: int
+    formats: frozenset[str]
+
+    def dispatch(
+        self, x: Tensor | Quantized, ids: Tensor, weights: Tensor, rows: int, held: int, within: int
+    ) -> tuple[Tensor | Quantized, Tensor, Tensor]:
+        """Send each token to the ranks that hold one of its experts.
+
+        Args:
+            x: this rank's tokens, [T, hidden].
+            ids: chosen experts, int [T, K].
+            weights: float32 [T, K].
+            rows: S, equal on all ranks.
+            held: number of experts in a share; ranks hold the shares in order of rank.
+            within: number of neighbouring ranks that hold parts of the same share.
+
+        Returns:
+            x, ids and weights of S rows a rank, in order of rank; ids count within this rank's
+            share, -1 for experts of other ranks. Rows without an expert on this rank hold anything.
+        """
+        ...
+
+    def combine(
+        self,
+        y: Tensor,
+        local: Tensor,
+        ids: Tensor,
+        held: int,
+        within: int,
+        beside: Tensor | None = None,
+        exact: bool = False,
+    ) -> Tensor:
+        """Return the sums over the ranks of the results of this rank's tokens, [S, hidden].
+
+        Rows after the tokens are zeros.
+
+        Args:
+            y: results of this rank's experts for the rows of ``dispatch``.
+            local: ids that ``dispatch`` returned.
+            ids: ids, ``held`` and ``within`` as given to ``dispatch``.
+            held: see ``ids``.
+            within: see ``ids``.
+            beside: [T, hidden], added to the sums in float32.
+            exact: return float32 sums instead of sums in y's dtype.
         """
         ...
 
@@ -183,12 +248,14 @@ class Collectives(Protocol):
 
     Over an axis of size one they return their input.
 
-    Two further methods are optional. ``check() -> None`` raises a CollectiveError after a failure
+    Three further methods are optional. ``check() -> None`` raises a CollectiveError after a failure
     that only the device has noticed. ``reduced_norm(input_format, add_norm)`` returns a function
     (terms, axis, residual, weight, eps) -> (normed, sum). This function sums ``PartialSum.terms``
     over the ranks, adds the residual and norms the sum. ``add_norm`` is the variant of
     ``Ops.add_rms_norm`` whose results have the format ``input_format``. With ``reduced_norm``,
-    layers pass ``PartialSum`` to norms.
+    layers pass ``PartialSum`` to norms. ``expert_rows(axis, hidden, topk, rows, dtype)`` returns an
+    ``ExpertRows`` for up to ``rows`` tokens a rank, or None without access to peers' memory; all
+    ranks of the axis call the method together.
 
     Raises:
         CollectiveError: a peer has ended or does not answer within ``collectives.timeout``.

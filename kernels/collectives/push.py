@@ -75,6 +75,11 @@ class PeerBuffers:
         """
         return x.dtype in SENT_DTYPES and x.numel() * x.element_size() <= 2 * self.capacity * ranks
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors that kernels over these buffers take: peers, turns and fault."""
+        return self.peers, self.turns, self.fault
+
     def constants(self, stages: int) -> dict[str, Any]:
         """Return the constants and launch options that all kernels over these buffers take.
 

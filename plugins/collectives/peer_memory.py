@@ -53,6 +53,7 @@ def register_collectives() -> list[Component]:
                 expandable_segments=True,
                 sums_in_norm=True,
                 buffer_bytes=buffer_bytes,
+                expert_rows=True,
             ),
             requires=(Package("torch"), Package("triton")),
             summary="GPUs of one host, by stores into peers' memory; NCCL for large tensors",

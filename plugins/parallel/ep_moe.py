@@ -5,18 +5,23 @@ Tokens are sent to the ranks of their experts, and the results are sent back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.mesh import axis_size, divides
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plugin.component import OPERATIONAL, CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.plugin.offers import GraphOffers, ParallelOffers
+from glowplug.core.plugin.offers import CollectiveOffers, GraphOffers, ParallelOffers
 from glowplug.core.plugin.options import ParallelOptions
+from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words, token_words
 
 NAME = "ep_moe"
+#: most tokens of a rank in a step that the exchange "push" sends
+PUSHED_ROWS_MAX = 256
 
 
 class EpMoeOptions(ParallelOptions):
@@ -27,9 +32,11 @@ class EpMoeOptions(ParallelOptions):
         description="number of shares into which the experts are divided; it divides the tensor "
         "ranks, and the ranks of one share split the width of their experts",
     )
-    exchange: Literal["auto", "all_gather", "all_to_all", "all_to_all_static"] = Field(
+    exchange: Literal["auto", "all_gather", "push", "all_to_all", "all_to_all_static"] = Field(
         "auto",
         description="how tokens reach their experts. all_gather: every rank receives every token. "
+        "push: a token is stored into the memory of the GPUs that hold one of its experts, in "
+        f"steps of up to {PUSHED_ROWS_MAX} tokens a rank; larger steps use all_gather. "
         "all_to_all: a token is sent to the ranks that hold one of its experts (the host reads the "
         "row counts). all_to_all_static: like all_to_all, in a buffer of fixed shape. "
         "auto: all_gather",
@@ -39,6 +46,37 @@ class EpMoeOptions(ParallelOptions):
         description="count the tokens that choose each expert (expert_load in /server_info)",
         json_schema_extra=OPERATIONAL,
     )
+
+
+def pushed_rows(mesh: Mapping[str, int], tokens: int) -> int:
+    """Return the most tokens of a rank that the exchange "push" sends in a step.
+
+    The result is 0 if every rank has all tokens, so that none need to be sent.
+
+    Args:
+        mesh: mesh axis -> size.
+        tokens: most tokens of a step of one rank.
+    """
+    if not divides(mesh) or axis_size("dp", mesh) == 1:
+        return 0
+    return min(PUSHED_ROWS_MAX, -(-tokens // axis_size("attn_tp", mesh)))
+
+
+def buffer_bytes(
+    options: EpMoeOptions, mesh: Mapping[str, int], model: ModelFacts, tokens: int
+) -> int:
+    """Return the bytes of the buffers of the exchange "push" on each GPU.
+
+    Args:
+        options: the strategy's options.
+        mesh: mesh axis -> size.
+        model: the model.
+        tokens: most tokens of a step of one rank.
+    """
+    rows = pushed_rows(mesh, tokens) if options.exchange == "push" else 0
+    words = token_words(model.hidden_size * WORD_BYTES, model.sizes.experts_per_token)
+    kinds = 2  # dispatch and combine
+    return kinds * buffer_words(axis_size("tp", mesh), rows * words) * WORD_BYTES
 
 
 def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
@@ -66,7 +104,10 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
             f"{context.options.size} before it (--tp {context.options.size})",
         )
         return
-    yield from _sizes(context, f"parallel.{place}", [found.n_routed_experts for found in facts])
+    section = f"parallel.{place}"
+    yield from _sizes(context, section, [found.n_routed_experts for found in facts])
+    yield from _capture(context, section)
+    yield from _peers(context, section)
 
 
 def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[Refusal]:
@@ -93,7 +134,21 @@ def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[
             f"on {tp} ranks, {tp // size} ranks split the width of each expert",
             f'{whole}{section}.exchange = "all_gather"',
         )
-    yield from _capture(context, section)
+
+
+def _peers(context: CheckContext, section: str) -> Iterator[Refusal]:
+    """Refuse the exchange ``push`` without access to the memory of other ranks' GPUs."""
+    if context.options.exchange != "push" or context.values.ranks == 1:
+        return
+    for collectives in context.of(CollectiveOffers):
+        if not collectives.offers.expert_rows:
+            yield Refusal(
+                NAME,
+                f"{section}.exchange",
+                f"push stores tokens into the memory of other GPUs, and {collectives.name} has no "
+                "access to it",
+                f'{section}.exchange = "all_gather"',
+            )
 
 
 def _capture(context: CheckContext, section: str) -> Iterator[Refusal]:
@@ -119,7 +174,7 @@ def register_parallel_strategies() -> list[Component]:
             options=EpMoeOptions,
             check=check_ep_moe,
             factory="glowplug.plugins.parallel.ep_moe_runtime:EpMoe",
-            offers=ParallelOffers(axes=frozenset({"ep"}), ranks=True),
-            summary="routed experts divided among ranks, with all-gather or all-to-all",
+            offers=ParallelOffers(axes=frozenset({"ep"}), ranks=True, buffer_bytes=buffer_bytes),
+            summary="routed experts divided among ranks, with all-gather, push or all-to-all",
         )
     ]

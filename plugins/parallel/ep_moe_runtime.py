@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.protocols import Collectives, ExpertExchange, Shard, Worker
+from glowplug.core.protocols import Collectives, ExpertExchange, ExpertRows, Shard, Worker
+from glowplug.plugins.parallel.ep_moe import pushed_rows
 from glowplug.plugins.parallel.expert_exchange import (
     AllGatherExchange,
     AllToAllExchange,
     Layout,
     StaticAllToAllExchange,
 )
+from glowplug.plugins.parallel.push_exchange import PushExchange
 from glowplug.plugins.parallel.unsplit import Unsplit
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ class EpMoe(Unsplit):
             axis: (at.get(axis, 0), axis_size(axis, plan.mesh))
             for axis in ("tp", "ep", "moe_tp", "attn_tp")
         }
-        self._exchange = EXCHANGES[options.exchange]
+        self._options = options
+        self._plan = plan
         self._counts = options.count_load
         self._collectives = worker.collectives
         self._device = worker.device
@@ -67,4 +70,22 @@ class EpMoe(Unsplit):
         layout = Layout(
             tp=self._at["tp"][1], ep=self._at["ep"], group=self._at["attn_tp"], experts=experts
         )
-        return self._exchange(layout, self._collectives, self._device, self._counts)
+        common = layout, self._collectives, self._device, self._counts
+        if self._options.exchange == "push":
+            return PushExchange(*common, self._expert_rows(self._collectives))
+        return EXCHANGES[self._options.exchange](*common)
+
+    def _expert_rows(self, collectives: Collectives) -> ExpertRows | None:
+        """Return the exchange of the collectives that all MoE layers share."""
+        plan = self._plan
+        rows = pushed_rows(plan.mesh, plan.sizes.max_step_tokens)
+        if not rows:
+            return None
+        models = [found for found in (plan.facts.model, plan.facts.draft) if found is not None]
+        return collectives.expert_rows(  # type: ignore[attr-defined,no-any-return]
+            "tp",
+            plan.facts.model.hidden_size,
+            max(model.sizes.experts_per_token for model in models),
+            rows,
+            plan.dtype,
+        )

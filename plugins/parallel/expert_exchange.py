@@ -85,6 +85,13 @@ class Exchange:
         rows = -(-most // size)
         return rows, slice(min(index * rows, tokens), min((index + 1) * rows, tokens))
 
+    def _slice(self, tokens: int, batch: Batch) -> slice:
+        """Return the slice of a group's tokens that this rank handles, and set ``_rows`` to S."""
+        most = tokens if batch.agreed is None else batch.agreed.tokens
+        assert tokens <= most, f"{tokens} tokens in a step agreed to have {most}"
+        self._rows, part = self._own(tokens, most)
+        return part
+
     def _take(
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,10 +99,7 @@ class Exchange:
 
         The experts of the slice's tokens are added to the load counts.
         """
-        tokens = x.shape[0]
-        most = tokens if batch.agreed is None else batch.agreed.tokens
-        assert tokens <= most, f"{tokens} tokens in a step agreed to have {most}"
-        self._rows, part = self._own(tokens, most)
+        part = self._slice(x.shape[0], batch)
         x = x[part]
         ids = ids[part]
         weights = weights[part]

@@ -33,6 +33,7 @@ from glowplug.plugins.parallel.ep_moe import (
     register_parallel_strategies,
 )
 from glowplug.plugins.parallel.ep_moe_runtime import EpMoe
+from tests.support.pushed_rows import Pushing
 from tests.support.rank_threads import on_ranks
 
 pytestmark = pytest.mark.usefixtures("quick_switches")
@@ -54,12 +55,14 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 CASES = [
     (mesh, exchange)
     for mesh in LAYOUTS
-    for exchange in ("all_gather", "all_to_all", "all_to_all_static")
-    if exchange == "all_gather" or mesh["ep"] == mesh["tp"]
+    for exchange in ("all_gather", "push", "all_to_all", "all_to_all_static")
+    if not exchange.startswith("all_to_all") or mesh["ep"] == mesh["tp"]
 ]
 
 
 def strategy(rank: int, mesh: Mapping[str, int], collectives: Any = None, **options: Any) -> EpMoe:
+    if options.get("exchange") == "push" and collectives is not None:
+        collectives = Pushing(collectives, rank, dict(mesh))
     worker = Worker(
         rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), collectives=collectives
     )
@@ -273,9 +276,10 @@ def test_tokens_come_back_as_one_rank_computes_them(
     ("mesh", "exchange"),
     [
         ({"tp": 4, "ep": 4, "dp": 2}, name)
-        for name in ("all_gather", "all_to_all", "all_to_all_static")
+        for name in ("all_gather", "push", "all_to_all", "all_to_all_static")
     ]
-    + [({"tp": 4, "ep": 2}, "all_gather"), ({"tp": 4, "ep": 4}, "all_to_all")],
+    + [({"tp": 4, "ep": 2}, "all_gather"), ({"tp": 4, "ep": 4}, "all_to_all")]
+    + [({"tp": 4, "ep": 2, "dp": groups}, "push") for groups in (2, 4)],
 )
 def test_a_partial_sum_is_added_up_over_the_group(
     mesh: dict[str, int], exchange: str, backend: str

@@ -20,7 +20,14 @@ QUESTIONS = (
     "Count from 3 to 9.",
     "Sort these numbers: 5 2 9 1",
 )
-LAYOUTS = [(2, 0, 0), (2, 2, 0), (2, 0, 2), (2, 2, 2), (4, 4, 2), (4, 2, 4)]
+LAYOUTS = [
+    (2, 0, 0, ""),
+    (2, 2, 0, "all_gather"),
+    (2, 0, 2, ""),
+    *((2, 2, 2, exchange) for exchange in ("all_gather", "push", "all_to_all_static")),
+    *((4, 4, 2, exchange) for exchange in ("all_gather", "push")),
+    *((4, 2, 4, exchange) for exchange in ("all_gather", "push")),
+]
 
 
 def answers(device: str, **config: Any) -> list[list[int]]:
@@ -59,16 +66,17 @@ def test_drafts_on_one_gpu(plain: list[list[int]], steps: int, overlap: bool) ->
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize(("tp", "ep", "dp"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "ep", "dp", "exchange"), LAYOUTS)
 def test_ranks_on_several_gpus(
-    plain: list[list[int]], tp: int, ep: int, dp: int, steps: int
+    plain: list[list[int]], tp: int, ep: int, dp: int, exchange: str, steps: int
 ) -> None:
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} GPUs")
     sizes = (("tensor", tp), ("ep_moe", ep), ("dp_attention", dp))
-    config: dict[str, Any] = {
-        "parallel": [{"use": use, "size": size} for use, size in sizes if size]
-    }
+    parallel: list[dict[str, Any]] = [{"use": use, "size": size} for use, size in sizes if size]
+    if ep:
+        parallel[1]["exchange"] = exchange
+    config: dict[str, Any] = {"parallel": parallel}
     if steps:
         config["speculative"] = {"use": "nextn", "steps": steps}
     assert answers("cuda", **config) == plain

@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels.collectives import add_norm, expert_exchange, gather  # noqa: E402
+from glowplug.kernels.collectives import add_norm, expert_combine, expert_dispatch, gather  # noqa: E402
 from glowplug.kernels.collectives.all_reduce import RECEIVE, SEND, SUM, one_shot, two_shot  # noqa: E402
 from glowplug.kernels.collectives.buffer_sizes import buffer_words  # noqa: E402
 from glowplug.kernels.collectives.push import (  # noqa: E402
@@ -189,7 +189,7 @@ def test_tokens_reach_their_experts_and_return(
     """Each rank's result for an expert is the token times a factor of this expert."""
     hidden, topk, held, rows = 96, 3, 3, 4
     experts = held * ranks // within
-    tile = expert_exchange.row_words(hidden, topk)
+    tile = expert_dispatch.row_words(torch.empty(0, hidden, dtype=HALF), topk)
     there, back = Group.of(ranks, rows * tile, tile), Group.of(ranks, rows * tile, tile)
     for call in range(4):
         generator = torch.Generator().manual_seed(call)
@@ -207,7 +207,7 @@ def test_tokens_reach_their_experts_and_return(
             for x, ids, factors, count in zip(given, chosen, weights, counts)
         ]
         found = [
-            expert_exchange.Dispatched(
+            expert_dispatch.Dispatched(
                 torch.full((ranks * rows, hidden), float("nan"), dtype=HALF, device=DEVICE),
                 torch.full((ranks * rows, topk), 99, dtype=torch.int32, device=DEVICE),
                 torch.full((ranks * rows, topk), float("nan"), device=DEVICE),
@@ -216,7 +216,7 @@ def test_tokens_reach_their_experts_and_return(
         ]
         for stage in (SEND, SUM):
             for rank in range(ranks):
-                expert_exchange.dispatch(
+                expert_dispatch.dispatch(
                     *own[rank],
                     rows,
                     held,
@@ -246,7 +246,7 @@ def test_tokens_reach_their_experts_and_return(
             results.append((got.x.float() * factor).to(HALF))
         beside = numbers(ranks, rows, hidden, seed=call + 50)
         for rank in range(ranks):
-            expert_exchange.combine(
+            expert_combine.combine(
                 results[rank],
                 found[rank].ids,
                 own[rank][1],
@@ -257,7 +257,7 @@ def test_tokens_reach_their_experts_and_return(
                 stages=SEND,
             )
         for rank in range(ranks):
-            sums = expert_exchange.combine(
+            sums = expert_combine.combine(
                 results[rank],
                 found[rank].ids,
                 own[rank][1],
@@ -268,10 +268,58 @@ def test_tokens_reach_their_experts_and_return(
                 stages=SUM,
             )
             x, _, factors = own[rank]
+            assert not sums[len(x) :].any()
+            sums = sums[: len(x)]
             wanted = (
                 x.float() * factors.sum(-1, keepdim=True) + beside[rank][: counts[rank]].float()
             )
             torch.testing.assert_close(sums.float(), wanted, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("count", [0, 1, 5, 6])
+def test_tokens_arrive_bit_by_bit_in_every_dtype(
+    dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks have more rows than a launch has programs, and strided ids, weights and scales."""
+    monkeypatch.setattr(expert_dispatch, "PROGRAMS_MAX", 2)
+    ranks, rows, hidden, topk, held = 2, 6, 260, 2, 3
+    groups = 3 if dtype.itemsize == 1 else 0
+    generator = torch.Generator().manual_seed(count)
+    given = [torch.randn(rows, hidden, generator=generator).to(DEVICE, dtype) for _ in range(ranks)]
+    scales = [torch.rand(3, 8, generator=generator).to(DEVICE).t()[:rows] for _ in range(ranks)]
+    wide = [torch.randint(0, held * ranks, (rows, 4), generator=generator) for _ in range(ranks)]
+    chosen = [ids.to(DEVICE)[:, :topk] for ids in wide]
+    weights = [torch.rand(rows, 4, generator=generator).to(DEVICE)[:, :topk] for _ in range(ranks)]
+    tile = expert_dispatch.row_words(given[0], topk, groups)
+    group = Group.of(ranks, rows * tile, tile)
+    for _ in range(4):
+        found: list[expert_dispatch.Dispatched | None] = [None] * ranks
+        for stage in (SEND, SUM):
+            for rank, own in enumerate(group.buffers):
+                found[rank] = expert_dispatch.dispatch(
+                    given[rank][:count],
+                    chosen[rank][:count],
+                    weights[rank][:count],
+                    rows,
+                    held,
+                    own,
+                    scales=scales[rank][:count] if groups else None,
+                    stages=stage,
+                )
+        for rank, got in enumerate(found):
+            assert got is not None and got.x.dtype == dtype
+            for source in range(ranks):
+                for row in range(rows):
+                    at = source * rows + row
+                    ids = chosen[source][row] if row < count else torch.full((topk,), -1)
+                    local = torch.where(ids // held == rank, ids % held, -1)
+                    assert got.ids[at].tolist() == local.tolist()
+                    if (local >= 0).any():
+                        assert torch.equal(got.x[at].float(), given[source][row].float())
+                        assert torch.equal(got.weights[at], weights[source][row])
+                        if got.scales is not None:
+                            assert torch.equal(got.scales[at], scales[source][row])
 
 
 @pytest.mark.parametrize("columns", [1, 60, 64, 130])

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from glowplug.core.errors import PlanRefused
 from glowplug.core.facts.machine import read_sheet
+from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words
+from glowplug.plugins.collectives.peer_experts import expert_buffer_size
 from glowplug.plugins.collectives.peer_sizes import buffer_bytes, peer_sizes
+from glowplug.plugins.parallel.ep_moe import pushed_rows
 
 H200 = read_sheet("8xh200")
 TP = {"use": "tensor", "size": 4}
@@ -61,6 +65,38 @@ def test_every_group_of_ranks_has_buffers_of_its_own() -> None:
     groups = buffer_bytes({"tp": 8, "dp": 2}, 7168, 8192)
     assert groups == whole + sum(peer_sizes(n, 7168, 8192).bytes(n) for n in (2, 4))
     assert buffer_bytes({"tp": 1}, 7168, 8192) == 0
+
+
+def test_pushed_tokens_have_buffers_in_the_budget(plan_of: Any) -> None:
+    plain, pushed = plan_of(TP, EP, DP), plan_of(TP, EP | {"exchange": "push"}, DP)
+    model = pushed.facts.model
+    rows = pushed_rows(pushed.mesh, pushed.sizes.max_step_tokens)
+    size = expert_buffer_size(model.hidden_size, model.sizes.experts_per_token, rows, 2)
+    assert size.capacity == rows * size.tile
+    added = lines(pushed)["exchange buffers"] - lines(plain)["exchange buffers"]
+    assert added == 2 * buffer_words(4, size.capacity) * WORD_BYTES > 0
+
+
+def test_pushed_tokens_take_no_more_memory_in_float32() -> None:
+    wide, narrow = (expert_buffer_size(7168, 8, 256, element) for element in (4, 2))
+    assert narrow.capacity - wide.tile < wide.capacity <= narrow.capacity
+    assert wide.capacity % wide.tile == 0
+
+
+def test_nothing_is_pushed_where_every_rank_has_all_tokens(plan_of: Any) -> None:
+    whole, pushed = plan_of(TP, EP), plan_of(TP, EP | {"exchange": "push"})
+    assert lines(pushed)["exchange buffers"] == lines(whole)["exchange buffers"]
+
+
+@pytest.mark.parametrize("name", ["nccl", "gloo"])
+def test_tokens_are_pushed_through_peers_memory_only(name: str, plan_of: Any) -> None:
+    parallel = (TP, EP | {"exchange": "push"}, DP)
+    with pytest.raises(PlanRefused) as refused:
+        plan_of(*parallel, collectives={"use": name})
+    (refusal,) = [one for one in refused.value.refusals if one.field == "parallel.1.exchange"]
+    assert name in refusal.reason
+    assert refusal.fix == 'parallel.1.exchange = "all_gather"'
+    plan_of(TP, EP | {"exchange": "all_gather"}, DP)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

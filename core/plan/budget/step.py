@@ -84,12 +84,19 @@ def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
 
 
 def _collective_line(proposal: Proposal, step_tokens: int) -> list[BudgetLine]:
-    """Return the budget line of the collectives' buffers; [] if they have none."""
+    """Return the budget line of the buffers for exchange between ranks; [] if there are none."""
     collectives = proposal.collectives
     if collectives is None or collectives.offers.buffer_bytes is None:
         return []
     mesh = proposal.values.mesh
-    size = collectives.offers.buffer_bytes(mesh, proposal.facts.model.hidden_size, step_tokens)
+    model = proposal.facts.model
+    size = collectives.offers.buffer_bytes(mesh, model.hidden_size, step_tokens)
+    if collectives.offers.expert_rows:
+        size += sum(
+            chosen.offers.buffer_bytes(chosen.options, mesh, model, step_tokens)
+            for chosen in proposal.parallel
+            if chosen.offers.buffer_bytes is not None
+        )
     return [BudgetLine("exchange buffers", size, f"of {collectives.name}")] if size else []
 
 
