@@ -185,7 +185,7 @@ class GraphOptions(Options):
     prefill: bool | None = Field(
         None,
         description="replay graphs in small steps that contain prompts, except for attention; "
-        "None: on one rank, if steps are captured",
+        "None: if steps are captured",
     )
 
     def sizes(self, rows: int) -> tuple[int, ...]:

@@ -72,6 +72,8 @@ class Batch:
     page_table: Any = None  #: torch int32 [B, P]
     #: torch int64 [D, W], bit j of a token: it attends to its row's own token j; None: causal
     tree_mask: Any = None
+    #: torch bool [T, 1], True for the padding tokens of a captured step; None: there are none
+    padding: Any = None
     #: torch int64 [N] tokens whose logits are needed; None: all tokens
     logits_index: Any = None
     #: tokens at ``logits_index`` as a step of their own, for the last layer; None: all run it

@@ -19,7 +19,7 @@ from pydantic import Field
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.plugin.offers import GraphOffers, Mode, ParallelOffers
+from glowplug.core.plugin.offers import GraphOffers, Mode
 from glowplug.core.plugin.options import DEVICE_DEFAULTS, GraphOptions
 from glowplug.core.plugin.slots import CAPTURED_SLOTS
 
@@ -130,11 +130,7 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
 
 
 def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refusal]:
-    """Refuse prefill settings that leave nothing to capture or cannot be captured.
-
-    Prefill graphs need ranks that exchange no tokens, and components that can be captured in
-    prefill.
-    """
+    """Refuse prefill settings that leave nothing to capture or cannot be captured."""
     smallest = min(options.prefill_tokens or (1,))
     if options.prefill is False and (options.prefill_tokens or options.max_prefill_tokens):
         yield Refusal(
@@ -151,14 +147,6 @@ def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refus
             f"{options.max_prefill_tokens}",
             f"graphs.max_prefill_tokens = {max(options.prefill_tokens or ())}",
         )
-    elif options.prefill and _exchanges(context):
-        yield Refusal(
-            NAME,
-            "graphs.prefill",
-            f"prefill steps of {context.values.ranks} ranks exchange a number of rows that "
-            "differs from step to step",
-            "leave graphs.prefill out",
-        )
     for chosen in [chosen for slot in CAPTURED_SLOTS for chosen in context.chosen.get(slot, ())]:
         if options.prefill and Mode.PREFILL not in chosen.offers.captures_in:
             yield Refusal(
@@ -168,12 +156,6 @@ def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refus
                 "cannot be captured",
                 "leave graphs.prefill out",
             )
-
-
-def _exchanges(context: CheckContext) -> bool:
-    """Return whether ranks send tokens to each other, as in expert parallelism."""
-    found = context.of(ParallelOffers)
-    return context.values.ranks > 1 and any(chosen.offers.exchanges for chosen in found)
 
 
 @hookimpl

@@ -224,7 +224,7 @@ class CudaGraph:
         return graph.fill(batch)
 
     def pass_for(self, batch: Batch) -> Pass | None:
-        return self._passes.find(batch.num_tokens)
+        return self._passes.find(batch)
 
     def close(self) -> None:
         self._extends.release()

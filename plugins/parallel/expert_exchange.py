@@ -110,6 +110,11 @@ class Exchange:
         fill = (0, 0, 0, missing)
         return F.pad(x, fill), F.pad(ids, fill, value=-1), F.pad(weights, fill)
 
+    @staticmethod
+    def _unpadded(ids: Tensor, batch: Batch) -> Tensor:
+        """Return ids with -1 for the padding tokens of a captured step, which use no expert."""
+        return ids if batch.padding is None else ids.masked_fill(batch.padding, -1)
+
     def _count(self, ids: Tensor) -> None:
         """Add the tokens' chosen experts, ``ids``, to the load counts."""
         if self.load is not None:
@@ -162,6 +167,7 @@ class AllGatherExchange(Exchange):
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._tokens = x.shape[0]
+        ids = self._unpadded(ids, batch)
         own = self._layout.ep[0]
         if self._layout.group[1] == self._layout.tp:
             self._count(ids[self._own(self._tokens, self._tokens)[1]])
@@ -196,7 +202,7 @@ class StaticAllToAllExchange(Exchange):
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._tokens = x.shape[0]
-        x, ids, weights = self._take(x, ids, weights, batch)
+        x, ids, weights = self._take(x, self._unpadded(ids, batch), weights, batch)
         local = self._local(ids, self._shares)
         sent = x.masked_fill((local < 0).all(-1, keepdim=True), 0)
         packed = pack(sent, local, weights.expand(local.shape))

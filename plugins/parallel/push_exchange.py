@@ -80,7 +80,7 @@ class PushExchange(AllGatherExchange):
         self._pushing = rows
         self._tokens = len(ids)
         part = self._slice(len(ids), batch)
-        self._ids = ids[part]
+        self._ids = self._unpadded(ids, batch)[part]
         self._count(self._ids)
         return part
 

@@ -30,6 +30,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"use": "dp_attention", "size": 2},
     ],
 }
+EXPERTS_PER_TOKEN = 3  #: of the tiny model
 PROMPTS = {1: [5, 6, 7], 2: [9], 3: [4, 8, 15, 16, 23, 42, 7], 4: [11, 12], 5: [3, 1, 4, 1, 5]}
 
 
@@ -38,7 +39,9 @@ def plugins() -> PluginSet:
     return load_plugins([THREADS, "tests.plugins.replaying"], entry_points=False)
 
 
-def config_of(folder: Path, parallel: list[dict[str, Any]], nextn: int) -> Any:
+def config_of(
+    folder: Path, parallel: list[dict[str, Any]], nextn: int, passes: bool = False
+) -> Any:
     config: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer": True,
@@ -50,6 +53,8 @@ def config_of(folder: Path, parallel: list[dict[str, Any]], nextn: int) -> Any:
         "scheduler": {"overlap": False, "max_running_requests": 6, "chunk_size": 16},
         "graphs": {"use": "replaying", "batch_sizes": [1, 2, 4, 6]},
     }
+    if passes:
+        config["graphs"] |= {"prefill": True, "prefill_tokens": [4, 16, 24, 40]}
     if parallel:
         config["parallel"] = parallel
     if nextn:
@@ -79,3 +84,32 @@ def test_ranks_replay_the_steps_of_one(
     found, replays = tokens_of(config_of(folder, LAYOUTS[layout], nextn), plugins)
     assert found == wanted
     assert min(replays) >= 5 and len(set(replays)) == 1, "ranks replay the same steps"
+
+
+@pytest.mark.parametrize("nextn", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_replay_passes_of_one_size(
+    layout: str, nextn: int, tmp_path: Path, plugins: PluginSet
+) -> None:
+    """Groups with different tokens, or with none, replay the pass that fits the largest group."""
+    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
+    wanted, _ = tokens_of(config_of(folder, [], nextn), plugins)
+    config = config_of(folder, LAYOUTS[layout], nextn, passes=True)
+    with RankSet(rank_plan(config, plugins), plugins) as ranks:
+        runners: list[Any] = [engine.runner.graphs for engine in ranks.engines]
+        for runner in runners:
+            runner.passed.clear()
+        heard = ranks.run([submit(id, prompt, 12) for id, prompt in PROMPTS.items()])
+        loads = [engine.parallel.expert_load() for engine in ranks.engines]
+        passed = [list(runner.passed) for runner in runners]
+        ranks.check_idle()
+    assert {id: list(one.tokens) for id, one in heard.items()} == wanted
+    sizes = [[size for _, size in found] for found in passed]
+    assert sizes[0] and all(found == sizes[0] for found in sizes)
+    if "dp" in layout:
+        assert any(own != other for own, other in zip(passed[0], passed[-1])), "groups differ"
+    if "ep" in layout and not nextn:
+        # the last token of a request is not computed; padding chooses no expert
+        computed = sum(len(prompt) + 11 for prompt in PROMPTS.values())
+        for layer in loads[0]:
+            assert sum(sum(load[layer]) for load in loads) == EXPERTS_PER_TOKEN * computed

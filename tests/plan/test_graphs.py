@@ -227,19 +227,6 @@ def test_token_counts_that_leave_nothing_are_refused(
     assert field in found and reason in found[field].reason, found
 
 
-def test_ranks_that_exchange_tokens_are_refused_passes(refused: Any) -> None:
-    found = refused(
-        {
-            "dtype": "bfloat16",
-            "parallel": [{"use": "tensor", "size": 2}, {"use": "dp_attention", "size": 2}],
-            "graphs": {"use": "cuda_graph", "prefill": True},
-        },
-        hardware=read_sheet("8xh200"),
-    )
-    reason = found["graphs.prefill"].reason
-    assert "exchange a number of rows that differs from step to step" in reason, found
-
-
 def test_larger_limits_go_on_in_steps() -> None:
     from glowplug.plugins.graphs.cuda_graph import TOKEN_COUNT_STEP, TOKEN_COUNTS, CudaGraphOptions
 

@@ -41,13 +41,20 @@ def test_tensor_ranks_capture_and_end_steps_as_one_rank_does(plan_of: Any) -> No
 
 
 @pytest.mark.parametrize("strategy", [DP, EP], ids=["dp", "ep"])
-def test_ranks_that_exchange_tokens_capture_decode_steps_only(
+def test_ranks_that_exchange_tokens_capture_passes_but_no_part_of_their_own_tokens(
     strategy: dict[str, Any], plan_of: Any
 ) -> None:
     plan = plan_of(TP, strategy)
     assert plan.choice("graphs").name == "cuda_graph"
-    assert plan.sizes.pass_tokens == () and plan.sizes.short_rows == ()
-    assert not plan.sampled_last_layer
+    assert plan.sizes.pass_tokens == plan_of(TP).sizes.pass_tokens != ()
+    assert plan.sizes.short_rows == () and not plan.sampled_last_layer
+
+
+def test_ranks_that_exchange_tokens_run_the_drafts_pass_over_prompts_eagerly(plan_of: Any) -> None:
+    drafts = {"speculative": {"use": "nextn"}}
+    assert plan_of(TP, **drafts).sizes.extend_tokens != ()
+    plan = plan_of(TP, DP, **drafts)
+    assert plan.sizes.extend_tokens == () != plan.sizes.pass_tokens
 
 
 def test_exchange_buffers_are_part_of_the_budget(plan_of: Any) -> None:

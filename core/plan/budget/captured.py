@@ -51,13 +51,9 @@ def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
 
 
 def _pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
-    """Return the token counts for which passes with prompts are captured.
-
-    The result is () if ranks exchange tokens, because the number of exchanged rows differs between
-    steps.
-    """
+    """Return the token counts for which passes with prompts are captured; () for none."""
     runner = proposal.graphs
-    if runner is None or proposal.exchanges:
+    if runner is None:
         return ()
     inside = [chosen for slot in CAPTURED_SLOTS for chosen in proposal.chosen[slot]]
     capturable = all(Mode.PREFILL in chosen.offers.captures_in for chosen in inside)
@@ -68,13 +64,16 @@ def _captures_extend(proposal: Proposal) -> bool:
     """Return whether the draft's pass over a step's tokens is captured with the target's passes.
 
     This requires that all components of the pass can be captured. Attention only stores keys and
-    values in this pass, as in the captured decode steps.
+    values in this pass, as in the captured decode steps. It also requires that ranks do not
+    exchange tokens, because a rank runs the pass for its own tokens only.
     """
     inside = [
         chosen for slot in (*CAPTURED_SLOTS, "speculative") for chosen in proposal.chosen[slot]
     ]
-    return proposal.values.lookahead > 0 and all(
-        Mode.DRAFT_EXTEND in chosen.offers.captures_in for chosen in inside
+    return (
+        proposal.values.lookahead > 0
+        and not proposal.exchanges
+        and all(Mode.DRAFT_EXTEND in chosen.offers.captures_in for chosen in inside)
     )
 
 

@@ -25,6 +25,8 @@ T = TypeVar("T")
 FIELD_ALIGNMENT = 256  #: alignment of each field's first byte
 LONG = np.dtype(np.int64)  #: dtype of positions, KV slots and rows
 INT = np.dtype(np.int32)  #: dtype of row lengths
+BOOL = np.dtype(np.bool_)  #: dtype of the mask of padding tokens
+ON_DEVICE = {LONG: torch.int64, INT: torch.int32, BOOL: torch.bool}  #: torch's dtypes
 
 
 class GraphRecorder(Protocol):
@@ -83,9 +85,12 @@ class GraphShape:
 
     @property
     def fields(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
-        """Length and dtype of positions, KV slots, rows and kv_lens, in their order in memory."""
+        """Length and dtype of the parts of a graph's memory, in their order.
+
+        The parts are positions, KV slots, rows, kv_lens and padding.
+        """
         tokens = self.rows * self.width
-        return (tokens, LONG), (tokens, LONG), (self.rows, LONG), (self.rows, INT)
+        return (tokens, LONG), (tokens, LONG), (self.rows, LONG), (self.rows, INT), (tokens, BOOL)
 
     @property
     def offsets(self) -> list[int]:
@@ -123,6 +128,7 @@ class Held:
         kv_slots: View of the KV slots, [B, W].
         rows: View of the rows, [B].
         kv_lens: View of the row lengths, [B].
+        padding: View of the mask of padding tokens, [B, W].
     """
 
     all: Tensor
@@ -130,6 +136,7 @@ class Held:
     kv_slots: NDArray[np.int64]
     rows: NDArray[np.int64]
     kv_lens: NDArray[np.int32]
+    padding: NDArray[np.bool_]
 
 
 class CapturedPiece:
@@ -194,12 +201,11 @@ class DecodeGraph:
             agreed=StepShape(self.shape.mode, rows, rows * width),
         )
         offsets = self.shape.offsets
-        made.positions, made.kv_slots, made.row_ids, made.kv_lens_device = (
-            self._memory[at : at + length * dtype.itemsize].view(
-                torch.int64 if dtype == LONG else torch.int32
-            )
+        made.positions, made.kv_slots, made.row_ids, made.kv_lens_device, padding = (
+            self._memory[at : at + length * dtype.itemsize].view(ON_DEVICE[dtype])
             for at, (length, dtype) in zip(offsets, self.shape.fields)
         )
+        made.padding = padding.unsqueeze(1)
         made.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         made.page_table = self._table
         return made
@@ -269,6 +275,8 @@ class DecodeGraph:
         held.kv_slots[live:] = self._padding[live:]
         held.rows[:] = own.rows
         held.kv_lens[:] = own.kv_lens
+        held.padding[:live] = False
+        held.padding[live:] = True
         self._staging.copy(number, held.all, self._memory)
         return own
 
@@ -282,7 +290,12 @@ class DecodeGraph:
             ]
             grid = (self.shape.rows, self.shape.width)
             self._views[number] = Held(
-                host, parts[0].reshape(grid), parts[1].reshape(grid), parts[2], parts[3]
+                host,
+                parts[0].reshape(grid),
+                parts[1].reshape(grid),
+                parts[2],
+                parts[3],
+                parts[4].reshape(grid),
             )
         return self._views[number]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps
-from glowplug.core.step.batch import Batch
+from glowplug.core.step.batch import Batch, StepShape
 from glowplug.core.step.graph_pieces import SplitCall
 
 T = TypeVar("T")
@@ -62,6 +62,7 @@ class PassMemory:
     def __init__(self, tokens: int, device: torch.device) -> None:
         self._tokens = torch.zeros(2, tokens, dtype=torch.int64, device=device)
         self.ids, self.positions = self._tokens
+        self.padding = torch.ones(tokens, 1, dtype=torch.bool, device=device)
         self._results: dict[tuple[int, torch.dtype], Tensor] = {}
         self._live = 0  # rows before this index belong to the last step, later rows are zero
 
@@ -85,7 +86,10 @@ class PassMemory:
         live = len(ids)
         self.ids[:live].copy_(ids)
         self.positions[:live].copy_(positions)
+        if live > self._live:
+            self.padding[self._live : live] = False
         if live < self._live:
+            self.padding[live : self._live] = True
             self._tokens[:, live : self._live].zero_()
             for result in self._results.values():
                 result[live : self._live].zero_()
@@ -125,6 +129,7 @@ class Pass:
         self._calls: list[_Call] = []
         self._pieces: list[Callable[[], None]] = []
         self._batch = _batch_of(tokens)
+        self._batch.padding = memory.padding[:tokens]
 
     def capture(self, steps: Steps) -> None:
         """Capture the pass and replay each piece once, because a graph's first launch is slower."""
@@ -212,8 +217,12 @@ class Passes:
             self._passes[tokens] = made
         self._counts = sorted(self._passes)
 
-    def find(self, tokens: int) -> Pass | None:
-        """Return the smallest pass for at least ``tokens`` tokens; None if all are smaller."""
+    def find(self, batch: Batch) -> Pass | None:
+        """Return the smallest pass for the tokens of ``batch``; None if all are smaller.
+
+        Ranks that agreed on a step get passes of the same size.
+        """
+        tokens = batch.num_tokens if batch.agreed is None else batch.agreed.tokens
         if not 0 < tokens <= (self._counts[-1] if self._counts else 0):
             return None
         return self._passes[self._counts[bisect_left(self._counts, tokens)]]
@@ -225,7 +234,7 @@ class Passes:
 
 
 def _batch_of(tokens: int) -> Batch:
-    """Return the batch that layers see during a capture; only its token count has a meaning."""
+    """Return the batch that layers see during a capture; only its token counts have a meaning."""
     lens = np.full(1, tokens, np.int32)
     return Batch(
         step=0,
@@ -238,4 +247,5 @@ def _batch_of(tokens: int) -> Batch:
         samples=np.ones(1, np.bool_),
         prompt_ids=np.zeros(tokens, np.int32),
         pages=np.zeros((1, 1), np.int32),
+        agreed=StepShape(Mode.PREFILL, 1, tokens),
     )
