@@ -248,14 +248,15 @@ class Collectives(Protocol):
 
     Over an axis of size one they return their input.
 
-    Three further methods are optional. ``check() -> None`` raises a CollectiveError after a failure
+    Four further methods are optional. ``check() -> None`` raises a CollectiveError after a failure
     that only the device has noticed. ``reduced_norm(input_format, add_norm)`` returns a function
     (terms, axis, residual, weight, eps) -> (normed, sum). This function sums ``PartialSum.terms``
     over the ranks, adds the residual and norms the sum. ``add_norm`` is the variant of
     ``Ops.add_rms_norm`` whose results have the format ``input_format``. With ``reduced_norm``,
-    layers pass ``PartialSum`` to norms. ``expert_rows(axis, hidden, topk, rows, dtype)`` returns an
-    ``ExpertRows`` for up to ``rows`` tokens a rank, or None without access to peers' memory; all
-    ranks of the axis call the method together.
+    layers pass ``PartialSum`` to norms. ``reduce_scatter_exact(x, axis)`` sums x [size, N, ...] in
+    float32, in order of rank, and returns this rank's part, float32 [N, ...]. ``expert_rows(axis,
+    hidden, topk, rows, dtype)`` returns an ``ExpertRows`` for up to ``rows`` tokens a rank, or None
+    without access to peers' memory; all ranks of the axis call the method together.
 
     Raises:
         CollectiveError: a peer has ended or does not answer within ``collectives.timeout``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -118,7 +119,7 @@ def _reduce_scatter(
             total = sum_of_ranks(
                 mine, at, at < count, own, turn, capacity, fault, RANK, RANKS, LIMIT
             )
-            tl.store(out + at, total.to(mine.dtype), mask=at < count)
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
             clear(at, None, own, turn, capacity, RANKS)
             next_turn(turns, tile, turn)
 
@@ -165,18 +166,24 @@ def rows_that_fit(x: Tensor, buffers: PeerBuffers) -> int:
     return capacity // (cdiv(x.shape[1], tile) * tile)
 
 
-def reduce_scatter(x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES) -> Tensor:
+def reduce_scatter(
+    x: Tensor,
+    buffers: PeerBuffers,
+    stages: int = ALL_STAGES,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return this rank's part of the sum of x over the ranks.
 
     Args:
         x: [ranks * N, ...], contiguous; ``buffers.fits(x, ranks)``.
         buffers: the group's buffers.
         stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
+        dtype: dtype of the sums; None: x's.
 
     Returns:
-        [N, ...] in x's dtype.
+        [N, ...].
     """
-    out = x.new_empty(len(x) // buffers.ranks, *x.shape[1:])
+    out = x.new_empty(len(x) // buffers.ranks, *x.shape[1:], dtype=dtype)
     count = out.numel()
     capacity, tile = buffers.words(x)
     if count:

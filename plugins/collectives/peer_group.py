@@ -157,6 +157,23 @@ class PeerGroup:
         fits = self.gather is not None and self.gather.fits(x, self.ranks)
         return reduce_scatter(x, self.gather) if fits and self.gather is not None else None
 
+    def reduce_scatter_exact(self, x: Tensor) -> Tensor | None:
+        """Sum contiguous x [ranks, N, ...] over the ranks and return this rank's part in float32.
+
+        Two ranks send large tensors in pieces. The result is None if no buffer fits.
+        """
+        buffers = self.gather
+        if buffers is None or x.dtype not in SENT_DTYPES:
+            return None
+        if buffers.fits(x, self.ranks):
+            return reduce_scatter(x.flatten(0, 1), buffers, dtype=torch.float32)
+        row = x[0, 0].numel() * x.element_size()
+        step = WORD_BYTES * buffers.capacity // row
+        if self.ranks > 2 or not step:
+            return None
+        pieces = [piece.flatten(0, 1) for piece in x.split(step, 1)]
+        return torch.cat([reduce_scatter(piece, buffers, dtype=torch.float32) for piece in pieces])
+
     def norm_buffers(self, residual: Tensor) -> PeerBuffers | None:
         """Return the buffers for a sum over ranks fused with a norm; None if they are too small.
 

@@ -21,6 +21,7 @@ from glowplug.core.protocols import Parts, Quantized, Worker
 from glowplug.kernels.collectives.add_norm import add_rms_norm
 from glowplug.kernels.formats.fp8_block import FP8_INPUT
 from glowplug.kernels.formats.fp8_triton import empty_quantized
+from glowplug.kernels.launch.sums import add_up
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.collectives.peer_experts import PeerExpertRows, expert_buffer_size
 from glowplug.plugins.collectives.peer_group import Alarm, PeerGroup
@@ -162,6 +163,18 @@ class PeerMemory(Nccl):
         peers = self._peer_of.get(axis)
         found = None if peers is None else peers.reduce_scatter(x.contiguous())
         return super().reduce_scatter(x, axis) if found is None else found
+
+    def reduce_scatter_exact(self, x: Tensor, axis: str) -> Tensor:
+        """Sum x [size, N, ...] over the axis, and return this rank's part, float32 [N, ...].
+
+        Sums are in float32 and in order of rank.
+        """
+        peers = self._peer_of.get(axis)
+        if peers is not None and x.numel():
+            found = peers.reduce_scatter_exact(x.contiguous())
+            if found is not None:
+                return found
+        return add_up(self.all_to_all(x, axis))
 
     def expert_rows(
         self, axis: str, hidden: int, topk: int, rows: int, dtype: str

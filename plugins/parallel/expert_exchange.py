@@ -130,6 +130,16 @@ class Exchange:
         local = ids - share * self._layout.held
         return local.masked_fill_((local < 0) | (local >= self._layout.held), -1)
 
+    def _sum_slices(self, slices: Tensor, axis: str) -> Tensor:
+        """Return the sum over ``axis`` of this rank's slice, float32 [S, hidden].
+
+        ``slices``: one slice for each rank of the axis, [ranks, S, hidden].
+        """
+        exact = getattr(self._collectives, "reduce_scatter_exact", None)
+        if exact is not None:
+            return exact(slices, axis)  # type: ignore[no-any-return]
+        return add_up(self._collectives.all_to_all(slices, axis))
+
     def _finish(
         self, own: Tensor, tokens: int, partial: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
@@ -151,7 +161,7 @@ class Exchange:
             slices = F.pad(partial, (0, 0, 0, ranks * self._rows - tokens)).view(
                 ranks, self._rows, hidden
             )
-            own = add_up(self._collectives.all_to_all(slices, "attn_tp")) + own
+            own = self._sum_slices(slices, "attn_tp") + own
         return self._collectives.all_gather(own.to(dtype), "attn_tp")[:tokens]
 
 
@@ -173,16 +183,15 @@ class AllGatherExchange(Exchange):
             self._count(ids[self._own(self._tokens, self._tokens)[1]])
             return x, self._local(ids, own), weights
         packed = pack(*self._take(x, ids, weights, batch))
-        every, ids, weights = unpack(
-            self._collectives.all_gather(packed, "tp"), ids.shape[1], x.dtype
-        )
+        gathered = self._collectives.all_gather(as_numbers(packed), "tp").view(torch.uint8)
+        every, ids, weights = unpack(gathered, ids.shape[1], x.dtype)
         return every, self._local(ids, own), weights
 
     def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:
         if self._layout.group[1] == self._layout.tp:
             return self._collectives.all_reduce(y if partial is None else y.add_(partial), "tp")
-        parts = self._collectives.all_to_all(y.view(self._layout.tp, self._rows, y.shape[1]), "tp")
-        return self._finish(add_up(parts), self._tokens, partial, y.dtype)
+        own = self._sum_slices(y.view(self._layout.tp, self._rows, y.shape[1]), "tp")
+        return self._finish(own, self._tokens, partial, y.dtype)
 
 
 class StaticAllToAllExchange(Exchange):
@@ -211,10 +220,8 @@ class StaticAllToAllExchange(Exchange):
         )
 
     def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:
-        parts = self._collectives.all_to_all(
-            y.view(self._layout.ep[1], self._rows, y.shape[1]), "ep"
-        )
-        return self._finish(add_up(parts), self._tokens, partial, y.dtype)
+        own = self._sum_slices(y.view(self._layout.ep[1], self._rows, y.shape[1]), "ep")
+        return self._finish(own, self._tokens, partial, y.dtype)
 
 
 class AllToAllExchange(StaticAllToAllExchange):
@@ -260,6 +267,15 @@ def pack(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """
     parts = (ids.int(), weights, x)
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
+
+
+def as_numbers(packed: Tensor) -> Tensor:
+    """Return packed bytes as float32, which all collectives can send, if rows are whole numbers.
+
+    Collectives through peers' memory may change only the number with the bits 0x80008000: the
+    negative zeros of two activations, which become zeros. No id or weight has these bits.
+    """
+    return packed.view(torch.float32) if packed.shape[-1] % 4 == 0 else packed
 
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,6 +26,7 @@ from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.threads import ThreadOptions
 from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting, ThreadCollectives
 from glowplug.core.testing.suites.parallel import ParallelSuite
+from glowplug.kernels.collectives.push import EMPTY_BITS
 from glowplug.plugins.parallel import expert_exchange
 from glowplug.plugins.parallel.ep_moe import (
     EpMoeOptions,
@@ -395,6 +396,25 @@ def test_bytes_travel_whole(dtype: torch.dtype) -> None:
         strict=True,
     ):
         assert torch.equal(given.flatten(0, 1), got)
+
+
+@pytest.mark.parametrize("hidden", [6, 7, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_bytes_are_numbers_of_which_only_pairs_of_negative_zeros_are_marks(
+    dtype: torch.dtype, hidden: int
+) -> None:
+    x = torch.full((3, hidden), -0.0).to(dtype)
+    x[0, ::2] = 1.0
+    ids = torch.tensor([[-1, 0, 255]] * 3)
+    packed = expert_exchange.pack(x, ids, torch.tensor([[-0.0, 1.0, 1e-40]] * 3))
+    sent = expert_exchange.as_numbers(packed)
+    assert torch.equal(sent.view(torch.uint8), packed)
+    if sent.dtype == torch.float32:
+        marks = sent.view(torch.int32) == EMPTY_BITS
+        assert not marks[:, : 2 * TOPK].any() and not marks[0].any()
+        assert marks.any() == (dtype == torch.bfloat16)
+    else:
+        assert packed.shape[1] % 4
 
 
 def test_partial_results_add_up_in_float32() -> None:

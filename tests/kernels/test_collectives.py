@@ -138,9 +138,11 @@ def test_gather_and_scatter(ranks: int, shape: tuple[int, ...]) -> None:
         terms = numbers(ranks, ranks * shape[0], *shape[1:], seed=call)
         for x, own in zip(terms, group.buffers):
             gather.reduce_scatter(x, own, SEND)
-        wanted = summed(terms).view(ranks, *shape)
+        dtype = (HALF, torch.float32)[call % 2]
+        wanted = summed([x.to(dtype) for x in terms]).view(ranks, *shape)
         for rank, x in enumerate(terms):
-            assert torch.equal(gather.reduce_scatter(x, group.buffers[rank], SUM), wanted[rank])
+            found = gather.reduce_scatter(x, group.buffers[rank], SUM, dtype)
+            assert torch.equal(found, wanted[rank])
 
 
 @pytest.mark.parametrize("size", [100, 128, 300])
