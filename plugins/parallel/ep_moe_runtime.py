@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
@@ -14,6 +14,8 @@ from glowplug.plugins.parallel.expert_exchange import (
     Layout,
     StaticAllToAllExchange,
 )
+from glowplug.plugins.parallel.expert_placement import Placement
+from glowplug.plugins.parallel.placed_exchange import PlacedExchange
 from glowplug.plugins.parallel.unsplit import Unsplit
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class EpMoe(Unsplit):
             axis: (at.get(axis, 0), axis_size(axis, plan.mesh))
             for axis in ("tp", "ep", "moe_tp", "attn_tp")
         }
+        self._placement = Placement(options.placement, options.redundant_experts, self._at["ep"][1])
         self._exchange = EXCHANGES[options.exchange]
         self._counts = options.count_load
         self._collectives = worker.collectives
@@ -64,7 +67,28 @@ class EpMoe(Unsplit):
 
     def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
         assert self._collectives is not None, "expert parallelism needs the ranks' collectives"
+        slots = self._placement.slots(name, experts)
         layout = Layout(
-            tp=self._at["tp"][1], ep=self._at["ep"], group=self._at["attn_tp"], experts=experts
+            tp=self._at["tp"][1],
+            ep=self._at["ep"],
+            group=self._at["attn_tp"],
+            experts=experts if slots is None else len(slots),
         )
-        return self._exchange(layout, self._collectives, self._device, self._counts)
+        exchange = self._exchange(layout, self._collectives, self._device, self._counts)
+        if slots is None:
+            return exchange
+        return PlacedExchange(slots, experts, self._device, exchange)
+
+    def held_experts(self, name: str, experts: int) -> Sequence[int] | None:
+        """Return the numbers of this rank's experts; None if they are those of ``shard``.
+
+        Args:
+            name: module path of the MoE layer.
+            experts: number of its experts.
+        """
+        slots = self._placement.slots(name, experts)
+        if slots is None:
+            return None
+        index, ranks = self._at["ep"]
+        each = len(slots) // ranks
+        return slots[index * each : (index + 1) * each]

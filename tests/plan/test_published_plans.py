@@ -561,6 +561,11 @@ BESIDES: dict[str, Values] = {
         "server.stream_interval": 3,
         "kv.tokens": 4096,
     },
+    "--tp 8 --ep-size 8 --ep-num-redundant-experts 8 --init-expert-location trivial": {
+        "mesh.ep": 8,
+        "parallel.1.redundant_experts": 8,
+        "parallel.1.placement": None,
+    },
     "--enable-tokenizer-info-endpoint": {"server.tokenizer_info": True},
     "--no-enable-tokenizer-info-endpoint": {"server.tokenizer_info": False},
 }
