@@ -96,8 +96,9 @@ def _experts(plan: EnginePlan) -> Iterator[Row]:
         if parts == 1 or not (redundant or placed):
             held = blocks(experts, each, "expert")
         else:
-            held = f"{experts} experts and {redundant} copies, placed by "
-            held += "the recorded load" if placed else "number"
+            copies = f" and {redundant} copies" if redundant else ""
+            how = "the recorded load" if placed else "number"
+            held = f"{experts} experts{copies}, placed by {how}"
         yield _row(
             "layout: experts",
             f"{each} per block",

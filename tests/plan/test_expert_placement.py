@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from glowplug.core.errors import ConfigError, PlanRefused, Refusal
 from glowplug.core.facts.expert_load import ExpertLoad, recorded_load
 from glowplug.core.facts.model_facts import HardwareFacts
+from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.fingerprint import answers_fingerprint
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
@@ -22,6 +24,7 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.testing.harness.fakes import TINY_V3, component
 from tests.plan.test_flags import given
 from tests.plan.test_refusals import with_components
+from tests.support.source_tree import ROOT
 from tests.support.tiny import write_config
 
 Planner = Callable[..., EnginePlan]
@@ -250,6 +253,20 @@ def test_ranks_get_the_record_with_the_plan(
     assert moved.fingerprint == plan.fingerprint
     other = planned(ranks(placement=record(tmp_path, model="other")), hardware=many)
     assert answers_fingerprint(other) != answers_fingerprint(plan)
+
+
+def test_the_page_s_balances_are_those_of_its_record(plugins: PluginSet) -> None:
+    page = (ROOT / "docs" / "ranks.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+%) \| (\d+) \| ([\d.]+ MiB) \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for redundant, balance, each, weights in rows:
+        words = ["--facts", "cpu", "--model", "embedded", "--tp", "2", "--ep-size", "2"]
+        words += ["--init-expert-location", str(ROOT / "docs" / "recipes" / "expert-load.json")]
+        plan = given(plugins, *words, "--ep-num-redundant-experts", redundant).plan()
+        line = next(line for line in plan.budget if line.name == "weights")
+        assert (remark(plan).value, human(line.bytes)) == (balance, weights)
+        assert f"layout: experts {each} per block" in " ".join(render(plan, 400).split())
+        assert "84.1% with consecutive experts" in remark(plan).why and "84.1%" in page
 
 
 # ---- flags ---------------------------------------------------------------------------------------
