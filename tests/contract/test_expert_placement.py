@@ -112,6 +112,11 @@ def test_skewed_loads_become_balanced(seed: int) -> None:
     assert before < 0.9 and alone > before and copied >= 0.98
 
 
+def test_a_balanced_order_is_kept() -> None:
+    """Packing the most loaded first would give one rank seven here."""
+    assert place_experts((3, 3, 0, 2, 2, 2), 0, 2) == tuple(range(6))
+
+
 def test_a_full_rank_makes_room_for_a_copy() -> None:
     """The last copy finds a free slot only on a rank with another copy of its expert."""
     for load in ((8, 8, 1), (9, 9, 9, 1, 1), (5, 4, 3, 2, 1, 0, 0)):

@@ -13,6 +13,7 @@ import pytest
 
 from glowplug.core.errors import ConfigError, PlanRefused, Refusal
 from glowplug.core.facts.expert_load import ExpertLoad, recorded_load
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.fingerprint import answers_fingerprint
@@ -24,6 +25,7 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.testing.harness.fakes import TINY_V3, component
 from tests.plan.test_flags import given
 from tests.plan.test_refusals import with_components
+from tests.support.published import SLICE
 from tests.support.source_tree import ROOT
 from tests.support.tiny import write_config
 
@@ -220,6 +222,19 @@ def test_the_plan_states_the_balance_before_and_after(
     assert float(found.value.rstrip("%")) / 100 > 0.9 > before
     shown = " ".join(render(plan, 400).split())
     assert "8 experts and 4 copies, placed by the recorded load" in shown and "3 per block" in shown
+
+
+def test_a_step_s_memory_follows_from_the_experts_of_a_rank(plugins: PluginSet) -> None:
+    """Grouped GEMMs pad the rows of each expert, so further experts take memory in a step, too."""
+
+    def lines(redundant: int) -> dict[str, int]:
+        config = {"model": str(ROOT / SLICE), "weights": {"use": "random"}, "skip_tokenizer": True}
+        strategies = ranks(8, 8, redundant_experts=redundant)
+        plan = make_plan({**config, **strategies}, plugins=plugins, hardware=read_sheet("8xh200"))
+        return {line.name: line.bytes for line in plan.budget}
+
+    before, after = lines(0), lines(256)
+    assert all(after[name] > before[name] for name in ("weights", "activations"))
 
 
 def test_without_a_record_there_is_no_balance(planned: Planner, many: HardwareFacts) -> None:
