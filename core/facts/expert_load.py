@@ -54,7 +54,7 @@ def recorded_load(model: str, architecture: str, info: Mapping[str, Any]) -> Exp
 def _read(value: Any) -> ExpertLoad:
     """Return the record in the file ``value``, or the record that ``value`` holds itself.
 
-    A plan holds the record, so that ranks on other hosts need no file.
+    A plan holds the record, so that its ranks need no file.
     """
     name = value if isinstance(value, str) else "the value"
     try:

@@ -255,7 +255,7 @@ def test_one_share_has_no_use_for_a_record(
 def test_ranks_get_the_record_with_the_plan(
     planned: Planner, many: HardwareFacts, tmp_path: Path
 ) -> None:
-    """Hosts need no copy of the file, and its path counts for no fingerprint."""
+    """Ranks need no file, and its path counts for no fingerprint."""
     path = record(tmp_path)
     plan = planned(ranks(placement=path), hardware=many)
     Path(path).rename(tmp_path / "moved.json")
