@@ -13,7 +13,9 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import WithJsonSchema
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -137,6 +139,10 @@ def hooks_page() -> str:
 
 
 def type_of(annotation: Any) -> str:
+    for part in get_args(annotation):  # a path whose file is read into an object
+        for item in getattr(part, "__metadata__", ()):
+            if isinstance(item, WithJsonSchema) and item.json_schema is not None:
+                return f"{item.json_schema['format']} | None"
     shown = (
         annotation.__name__
         if isinstance(annotation, type) and not getattr(annotation, "__args__", None)

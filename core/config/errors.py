@@ -96,7 +96,25 @@ def explain(
     if path == ("model",) and kind == "missing":
         fix = 'model = "embedded" (--model embedded), or a folder'
         return Explained(_refusal(path, "no model is given", fix, where), path)
-    return Explained(_wrong_value(path, problem, slot, plugins, where), path)
+    return Explained(_refused_value(path, problem, slot, plugins, where), path)
+
+
+def _refused_value(
+    path: tuple[str | int, ...],
+    problem: ErrorDetails,
+    slot: Slot | None,
+    plugins: PluginSet,
+    where: str,
+) -> Refusal:
+    """Return the refusal of a value.
+
+    A validator states the fix itself if it raises ``PydanticCustomError`` with the item "fix" in
+    the context.
+    """
+    fix = problem.get("ctx", {}).get("fix")
+    if fix is not None:
+        return _refusal(path, problem["msg"], str(fix), where)
+    return _wrong_value(path, problem, slot, plugins, where)
 
 
 def _unknown_component(

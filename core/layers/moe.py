@@ -152,7 +152,7 @@ class Experts(Module):
         parts: True: results may be ``Parts``.
 
     Attributes:
-        first: number of the first expert on this rank.
+        numbers: numbers of the experts on this rank, in order.
         count: number of experts on this rank.
         total: number of experts of the layer.
         method: the experts' quantization method.
@@ -169,17 +169,19 @@ class Experts(Module):
         parts: bool = False,
     ) -> None:
         held = context.parallel.shard("experts", name, sizes.experts)
-        scheme = context.scheme_for(f"{name}.{held.start}.gate_proj")
+        placed = context.parallel.held_experts(name.rpartition(".")[0], sizes.experts)
+        numbers = range(held.start, held.start + held.size) if placed is None else placed
+        scheme = context.scheme_for(f"{name}.{numbers[0]}.gate_proj")
         width = context.parallel.shard("expert_width", name, sizes.width, scheme.block)
         self.name = name
-        self.first = held.start
-        self.count = held.size
+        self.numbers = numbers
+        self.count = len(numbers)
         self.total = sizes.experts
         self.method: ExpertsMethod = scheme.experts(
             ExpertsShape(
                 prefix=name,
-                count=held.size,
-                first=held.start,
+                count=len(numbers),
+                first=numbers[0],
                 hidden=sizes.hidden,
                 inter=width.size,
                 inter_start=width.start,
@@ -188,6 +190,7 @@ class Experts(Module):
                 fused_shared=fused_shared,
                 shared_prefix=shared_name,
                 parts=parts,
+                held=placed,
             )
         )
         self.input_format = self.method.input_format
@@ -201,7 +204,7 @@ class Experts(Module):
     def elsewhere(self) -> Iterator[str]:
         """Yield the module paths of the experts of other ranks."""
         for expert in range(self.total):
-            if not self.first <= expert < self.first + self.count:
+            if expert not in self.numbers:
                 yield from (
                     f"{self.name}.{expert}.{part}" for part in ("gate_proj", "up_proj", "down_proj")
                 )
@@ -373,5 +376,5 @@ class Moe(Module):
 
     def _local(self, ids: Tensor) -> Tensor:
         """Convert expert ids of the layer to ids on this rank; -1 for experts of other ranks."""
-        local = ids - self.experts.first
+        local = ids - self.experts.numbers[0]
         return local.masked_fill_((local < 0) | (local >= self.experts.count), -1)

@@ -88,12 +88,21 @@ def _experts(plan: EnginePlan) -> Iterator[Row]:
     experts = plan.facts.model.n_routed_experts
     parts = plan.mesh.get("ep", 1)
     if experts and "ep" in plan.mesh:
-        each = experts // parts
+        redundant = sum(
+            choice.options.get("redundant_experts", 0) for choice in plan.choices_in("parallel")
+        )
+        placed = any(choice.options.get("placement") for choice in plan.choices_in("parallel"))
+        each = (experts + redundant) // parts
+        if parts == 1 or not (redundant or placed):
+            held = blocks(experts, each, "expert")
+        else:
+            copies = f" and {redundant} copies" if redundant else ""
+            how = "the recorded load" if placed else "number"
+            held = f"{experts} experts{copies}, placed by {how}"
         yield _row(
             "layout: experts",
             f"{each} per block",
-            f"{blocks(plan.ranks, plan.ranks // parts, 'rank')} hold "
-            f"{blocks(experts, each, 'expert')}",
+            f"{blocks(plan.ranks, plan.ranks // parts, 'rank')} hold {held}",
         )
 
 

@@ -157,6 +157,21 @@ class Proposal:
         ranks = self.values.ranks
         return ranks > 1 and any(chosen.offers.exchanges for chosen in self.parallel)
 
+    @property
+    def redundant_experts(self) -> int:
+        """Number of copies of experts that each layer has beside its routed experts."""
+        return sum(self.expert_copies)
+
+    @property
+    def expert_copies(self) -> tuple[int, ...]:
+        """Number of copies of experts in each layer, of each strategy that places experts.
+
+        The result is () if every rank holds consecutive experts.
+        """
+        offers = ((chosen.offers.expert_copies, chosen.options) for chosen in self.parallel)
+        found = (copies(options) for copies, options in offers if copies is not None)
+        return tuple(copies for copies in found if copies is not None)
+
     def step_path(self) -> Iterable[tuple[Slot, Chosen]]:
         """Yield the components that take part in a step, with their slots.
 

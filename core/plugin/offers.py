@@ -149,6 +149,8 @@ class QuantizationOffers(Offers):
         cast_bytes: bytes of an activation element as its GEMMs read it on a device; 0 for the
             compute dtype.
         fused_shared: the device can compute the shared expert fused, as further routed experts.
+        places_experts: its experts are those that ``ExpertsShape.numbers`` lists; False if it reads
+            ``first`` and ``count`` alone.
         experts_work: function from an ``ExpertsStep`` to the device memory of the routed experts;
             None if they hold only rows in the compute dtype.
         peak_tokens: function from the scheme's options to token counts. Steps with so many
@@ -165,6 +167,7 @@ class QuantizationOffers(Offers):
     dequantizes: frozenset[str] = frozenset()
     cast_bytes: float = 0.0
     fused_shared: bool = False
+    places_experts: bool = False
     experts_work: Callable[[ExpertsStep], MemoryUse] | None = None
     peak_tokens: Callable[[Any], tuple[int, ...]] | None = None
 
@@ -184,6 +187,9 @@ class ParallelOffers(Offers):
         buffer_bytes: function from the options, the mesh, the model and the most tokens of a rank
             in a step to the bytes that its exchanges reserve on a device, with collectives that
             have ``expert_rows``; None for none.
+        expert_copies: function from the strategy's options to the number of copies of experts that
+            each layer has beside its routed experts, if ranks may hold other than consecutive
+            experts (``held_experts``), else None; None for a strategy that never does this.
     """
 
     axes: frozenset[str] = frozenset()
@@ -191,6 +197,7 @@ class ParallelOffers(Offers):
     idle_steps: bool = False
     exchanges: bool = True
     buffer_bytes: Callable[[Any, Mapping[str, int], ModelFacts, int], int] | None = None
+    expert_copies: Callable[[Any], int | None] | None = None
 
 
 @dataclass(frozen=True)

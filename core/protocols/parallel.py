@@ -50,13 +50,15 @@ class ExpertExchange(Protocol):
     whether the step's tokens can be sent in the experts' input format. Then
     ``dispatch_quantized(x, ids, weights, batch)`` takes the place of ``dispatch``; it receives and
     returns ``Quantized`` tokens.
-
-    Attributes:
-        load: int64 [experts], on the device: number of tokens that chose each expert so far. Over
-            the ranks of a group every token counts once, padding never. None: not counted.
     """
 
-    load: Tensor | None
+    @property
+    def load(self) -> Tensor | None:
+        """Number of tokens that chose each expert so far, int64 [experts]; None: not counted.
+
+        Over the ranks of a group every token counts once, padding never.
+        """
+        ...
 
     def dispatch(
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
@@ -172,6 +174,13 @@ class ParallelStrategy(Protocol):
     """One way to share the work among ranks.
 
     ``core/protocols/parallel_stack.py`` composes several.
+
+    A further method is optional. ``held_experts(name, experts) -> Sequence[int] | None`` returns
+    the numbers of the experts that this rank holds of an MoE layer, if these are not the range of
+    ``shard("experts", ...)``; None: they are. ``name`` is the module path of the layer, and
+    ``experts`` the number of its experts. Every rank holds equally many and none twice, and several
+    ranks may hold the same expert. The strategy's ``expert_exchange`` sends tokens accordingly: its
+    local expert numbers are indices in this list.
 
     Attributes:
         moves_tokens: True: ``leave_attention`` and ``enter_attention`` change the tokens.

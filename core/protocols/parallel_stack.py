@@ -24,6 +24,7 @@ class ParallelStack:
         # a strategy written before the attribute existed may move tokens
         self.moves_tokens = any(getattr(each, "moves_tokens", True) for each in self.strategies)
         self._exchanges: dict[str, ExpertExchange] = {}
+        self._forgotten: dict[str, list[int]] = {}
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
         """Return this rank's part of a dimension, from the last strategy that decides it.
@@ -36,6 +37,18 @@ class ParallelStack:
             if found is not None:
                 return found
         return Shard(0, full, full)
+
+    def held_experts(self, name: str, experts: int) -> tuple[int, ...] | None:
+        """Return the experts that this rank holds of the MoE layer ``name``.
+
+        The result is that of the last strategy that lists them; None: the range of ``shard``.
+        """
+        for strategy in reversed(self.strategies):
+            method = getattr(strategy, "held_experts", None)
+            found = None if method is None else method(name, experts)
+            if found is not None:
+                return tuple(found)
+        return None
 
     def agree(self, local: StepShape) -> StepShape:
         """Return the step shape after every strategy has agreed on it with the other ranks."""
@@ -78,16 +91,19 @@ class ParallelStack:
     def expert_load(self) -> dict[str, list[int]]:
         """Return the number of tokens that chose each expert on this rank, by layer.
 
-        The call waits for the device. Layers that do not count are left out.
+        Only tokens since the last ``forget_load`` count. The call waits for the device. Layers that
+        do not count are left out.
         """
-        return {
-            name: exchange.load.tolist()
-            for name, exchange in self._exchanges.items()
-            if exchange.load is not None
-        }
+        found = self._counted()
+        for name, before in self._forgotten.items():
+            found[name] = [now - then for now, then in zip(found[name], before, strict=True)]
+        return found
 
     def forget_load(self) -> None:
-        """Set the counts of ``expert_load`` to zero, so that counting starts anew."""
-        for exchange in self._exchanges.values():
-            if exchange.load is not None:
-                exchange.load.zero_()
+        """Let the counts of ``expert_load`` start anew. The call waits for the device."""
+        self._forgotten = self._counted()
+
+    def _counted(self) -> dict[str, list[int]]:
+        """Return the number of tokens so far that chose each expert on this rank, by layer."""
+        loads = ((name, exchange.load) for name, exchange in self._exchanges.items())
+        return {name: load.tolist() for name, load in loads if load is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -64,6 +64,8 @@ class ExpertsShape:
             intermediate size, in order.
         shared_prefix: module path of the shared expert.
         parts: True: results may be ``Parts``.
+        held: numbers of the experts held, in order, if they are not ``first`` to ``first + count``.
+            Only schemes that offer ``places_experts`` get this list.
     """
 
     prefix: str
@@ -77,6 +79,12 @@ class ExpertsShape:
     fused_shared: int = 0
     shared_prefix: str = ""
     parts: bool = False
+    held: tuple[int, ...] | None = None
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of the experts held on this rank, in order."""
+        return range(self.first, self.first + self.count) if self.held is None else self.held
 
 
 class Quantized(NamedTuple):

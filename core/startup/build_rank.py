@@ -213,6 +213,7 @@ class RankBuilder:
         profiler = Profiler(self.worker.rank, self.worker.device, step_phases(scheduler, runner))
         return {
             "info": lambda args: self.info(parallel),
+            "forget_load": lambda args: forget_load(parallel),
             "check": lambda args: dict(scheduler.check()),
             "memory": lambda args: dict(memory_now(self.memory.gauge)),
             "profile_start": profiler.start,
@@ -294,6 +295,12 @@ class RankBuilder:
         }
         load = parallel.expert_load()
         return {**info, "expert_load": load} if load else info
+
+
+def forget_load(parallel: ParallelStack) -> dict[str, Any]:
+    """Let the counts of the experts' load start anew, and return an empty reply."""
+    parallel.forget_load()
+    return {}
 
 
 def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:

@@ -59,7 +59,8 @@ class Control(msgspec.Struct, tag="c", array_like=True):
     """A query or command outside the token path; the :class:`Reply` has the same ``id``.
 
     Actions: "flush" (drop the prefix cache), "info" (sizes, memory, budget), "check" (integrity of
-    pool and cache), "memory" (bytes now), "profile_start", "profile_stop".
+    pool and cache), "memory" (bytes now), "forget_load" (count the load of experts anew),
+    "profile_start", "profile_stop".
     """
 
     id: int

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from glowplug import __version__
 from glowplug.core.errors import EngineDead, RequestError
+from glowplug.core.facts.expert_load import recorded_load
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.step.request import Admission, SamplingParams
 from glowplug.entrypoints.server.context import Context, get_context
@@ -170,6 +171,29 @@ def _without_secrets(field: str, value: Any) -> Any:
         return value
     text = str(value)
     return "[hidden]" if "key" in field or text.startswith(("/", "~")) else text
+
+
+async def expert_load(context: Server) -> Response:
+    """Return the recorded load of the experts, in the form that ``placement`` reads.
+
+    The status is 404 if the ranks do not count it.
+    """
+    info = await _command(context, "info")
+    load = recorded_load(context.model_name, context.plan.facts.model.architecture, info)
+    if load is None:
+        raise RequestError(
+            "the load of experts is not counted: it takes expert parallelism (--ep-size N) with "
+            "count_load",
+            status=404,
+            code="expert_load_off",
+        )
+    return json_response(load.model_dump(mode="json"))
+
+
+async def reset_expert_load(context: Server) -> Response:
+    """Let the counts of the experts' load start anew."""
+    await _command(context, "forget_load")
+    return json_response({"success": True, "message": "the load of experts is counted anew"})
 
 
 async def flush_cache(context: Server) -> Response:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from glowplug.core.facts.expert_load import ExpertLoad
 from glowplug.entrypoints.server import operations
 from glowplug.entrypoints.server.native import generate, tokenize
 from glowplug.entrypoints.server.openai import chat, completions
@@ -167,6 +168,15 @@ ROUTES: tuple[HttpRoute, ...] = (
     HttpRoute("/get_model_info", operations.model_info, _GET, _OPERATIONS, responses.ModelInfo),
     HttpRoute("/server_info", operations.server_info, _GET, _OPERATIONS, responses.ServerInfo),
     HttpRoute("/get_server_info", operations.server_info, _GET, _OPERATIONS, responses.ServerInfo),
+    HttpRoute("/expert_load", operations.expert_load, _GET, _OPERATIONS, ExpertLoad),
+    HttpRoute(
+        "/reset_expert_load",
+        operations.reset_expert_load,
+        _POST,
+        _OPERATIONS,
+        responses.Done,
+        admin=True,
+    ),
     HttpRoute(
         "/abort_request", operations.abort_request, _POST, _OPERATIONS, responses.Done, AbortRequest
     ),

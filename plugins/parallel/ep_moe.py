@@ -11,13 +11,21 @@ from typing import Literal
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.expert_load import ExpertLoadFile
 from glowplug.core.facts.mesh import axis_size, divides
 from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import OPERATIONAL, CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import CollectiveOffers, GraphOffers, ParallelOffers
 from glowplug.core.plugin.options import ParallelOptions
 from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words, token_words
+from glowplug.plugins.parallel.expert_placement import Placement
+from glowplug.plugins.parallel.placement_check import (
+    balance_remark,
+    misfit_copies,
+    unlike_model,
+)
 
 NAME = "ep_moe"
 #: most tokens of a rank in a step that the exchange "push" sends
@@ -46,6 +54,25 @@ class EpMoeOptions(ParallelOptions):
         description="count the tokens that choose each expert (expert_load in /server_info)",
         json_schema_extra=OPERATIONAL,
     )
+    redundant_experts: int = Field(
+        0,
+        ge=0,
+        description="copies of experts that each layer has beside its routed experts; the copies "
+        "of an expert are on different ranks and share its tokens",
+    )
+    placement: ExpertLoadFile | None = Field(
+        None,
+        description="file with a recorded load (GET /expert_load), by which experts and their "
+        "copies are placed; None: each rank holds consecutive experts, and copies are spread "
+        "evenly",
+    )
+
+    def placed(self) -> Placement:
+        """Return the placement of the experts on ``size`` shares."""
+        return Placement(self.placement, self.redundant_experts, self.size)
+
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        return {"placement": "each rank holds every expert"} if self.size == 1 else {}
 
 
 def pushed_rows(mesh: Mapping[str, int], tokens: int) -> int:
@@ -105,9 +132,19 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
         )
         return
     section = f"parallel.{place}"
-    yield from _sizes(context, section, [found.n_routed_experts for found in facts])
+    yield from _shares(context, section, [found.n_routed_experts for found in facts])
     yield from _capture(context, section)
     yield from _peers(context, section)
+
+
+def _shares(context: CheckContext, section: str, experts: list[int]) -> Iterator[Refusal]:
+    """Refuse a placement or a number of shares that does not fit the experts and the ranks."""
+    placement: Placement = context.options.placed()
+    yield from unlike_model(placement, context.facts.model, section)
+    misfits = list(misfit_copies(placement, experts, section))
+    yield from misfits
+    slots = [count + placement.redundant for count in experts]
+    yield from _sizes(context, section, [] if misfits else slots)
 
 
 def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[Refusal]:
@@ -166,6 +203,23 @@ def _capture(context: CheckContext, section: str) -> Iterator[Refusal]:
             )
 
 
+def expert_copies(options: EpMoeOptions) -> int | None:
+    """Return the number of copies of experts; None if each rank holds consecutive experts."""
+    return None if options.placed().contiguous else options.redundant_experts
+
+
+@hookimpl
+def plan_remarks(context: CheckContext) -> list[Decision]:
+    """Return a note on the balance of the placement by a recorded load, if there is one."""
+    held = enumerate(context.of(ParallelOffers))
+    remarks = (
+        balance_remark(f"parallel.{place}", chosen.options.placed())
+        for place, chosen in held
+        if isinstance(chosen.options, EpMoeOptions)
+    )
+    return [remark for remark in remarks if remark is not None]
+
+
 @hookimpl
 def register_parallel_strategies() -> list[Component]:
     return [
@@ -174,7 +228,12 @@ def register_parallel_strategies() -> list[Component]:
             options=EpMoeOptions,
             check=check_ep_moe,
             factory="glowplug.plugins.parallel.ep_moe_runtime:EpMoe",
-            offers=ParallelOffers(axes=frozenset({"ep"}), ranks=True, buffer_bytes=buffer_bytes),
+            offers=ParallelOffers(
+                axes=frozenset({"ep"}),
+                ranks=True,
+                buffer_bytes=buffer_bytes,
+                expert_copies=expert_copies,
+            ),
             summary="routed experts divided among ranks, with all-gather, push or all-to-all",
         )
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
@@ -15,6 +15,8 @@ from glowplug.plugins.parallel.expert_exchange import (
     Layout,
     StaticAllToAllExchange,
 )
+from glowplug.plugins.parallel.expert_placement import Placement
+from glowplug.plugins.parallel.placed_exchange import PlacedExchange
 from glowplug.plugins.parallel.push_exchange import PushExchange
 from glowplug.plugins.parallel.unsplit import Unsplit
 
@@ -45,6 +47,7 @@ class EpMoe(Unsplit):
         }
         self._options = options
         self._plan = plan
+        self._placement = Placement(options.placement, options.redundant_experts, self._at["ep"][1])
         self._counts = options.count_load
         self._collectives = worker.collectives
         self._device = worker.device
@@ -67,12 +70,23 @@ class EpMoe(Unsplit):
 
     def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
         assert self._collectives is not None, "expert parallelism needs the ranks' collectives"
+        slots = self._placement.slots(name, experts)
         layout = Layout(
-            tp=self._at["tp"][1], ep=self._at["ep"], group=self._at["attn_tp"], experts=experts
+            tp=self._at["tp"][1],
+            ep=self._at["ep"],
+            group=self._at["attn_tp"],
+            experts=experts if slots is None else len(slots),
         )
-        common = layout, self._collectives, self._device, self._counts
+        exchange = self._moved(layout, self._collectives)
+        if slots is None:
+            return exchange
+        return PlacedExchange(slots, experts, self._device, exchange)
+
+    def _moved(self, layout: Layout, collectives: Collectives) -> ExpertExchange:
+        """Return the exchange that the options name."""
+        common = layout, collectives, self._device, self._counts
         if self._options.exchange == "push":
-            return PushExchange(*common, self._expert_rows(self._collectives))
+            return PushExchange(*common, self._expert_rows(collectives))
         return EXCHANGES[self._options.exchange](*common)
 
     def _expert_rows(self, collectives: Collectives) -> ExpertRows | None:
@@ -89,3 +103,17 @@ class EpMoe(Unsplit):
             rows,
             plan.dtype,
         )
+
+    def held_experts(self, name: str, experts: int) -> Sequence[int] | None:
+        """Return the numbers of this rank's experts; None if they are those of ``shard``.
+
+        Args:
+            name: module path of the MoE layer.
+            experts: number of its experts.
+        """
+        slots = self._placement.slots(name, experts)
+        if slots is None:
+            return None
+        index, ranks = self._at["ep"]
+        each = len(slots) // ranks
+        return slots[index * each : (index + 1) * each]

@@ -23,7 +23,10 @@ def register_quantization_schemes() -> list[Component]:
             options=NoQuantizationOptions,
             factory="glowplug.plugins.quantization.none_runtime:NoQuantization",
             offers=QuantizationOffers(
-                reads=frozenset({"none"}), fused_shared=True, experts_work=dense_experts
+                reads=frozenset({"none"}),
+                fused_shared=True,
+                places_experts=True,
+                experts_work=dense_experts,
             ),
             summary="weights in the compute dtype, unquantised",
         )

@@ -4,7 +4,7 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,9 +135,9 @@ class Weights:
         self.b = torch.randn(EXPERTS, WIDTH, HIDDEN, generator=generator) / WIDTH**0.5
 
     def apply(
-        self, tokens: Tokens, experts: slice = slice(None), width: slice = slice(None)
+        self, tokens: Tokens, experts: Sequence[int] = range(EXPERTS), width: slice = slice(None)
     ) -> Tensor:
-        a, b = self.a[experts, :, width], self.b[experts, width]
+        a, b = (held[list(experts)] for held in (self.a[:, :, width], self.b[:, width]))
         out = torch.zeros_like(tokens.x)
         for token, chosen in enumerate(tokens.ids.tolist()):
             for place, expert in enumerate(chosen):
@@ -208,15 +208,18 @@ def exchanged(
     """Run an exchange as a mixture does, and return the result."""
     experts, width = held.shard("experts", "m", EXPERTS), held.shard("expert_width", "m", WIDTH)
     assert experts is not None and width is not None
+    numbers = held.held_experts("m", EXPERTS)
+    if numbers is None:
+        numbers = range(experts.start, experts.start + experts.size)
     sent = Tokens(
         *exchange.dispatch(tokens.x.clone(), tokens.ids.clone(), tokens.weights.clone(), batch)
     )
     assert sent.x.shape[0] == sent.ids.shape[0] == sent.weights.shape[0] and bool(
-        (sent.ids < experts.size).all()
+        (sent.ids < len(numbers)).all()
     )
     y = weights.apply(
         sent,
-        slice(experts.start, experts.start + experts.size),
+        numbers,
         slice(width.start, width.start + width.size),
     )
     return exchange.combine(y, partial)
@@ -229,11 +232,12 @@ def run_steps(
     steps: list[list[Tokens]],
     weights: Weights,
     partials: Callable[[int, Tokens], Tensor | None] = lambda rank, tokens: None,
+    **options: Any,
 ) -> list[tuple[list[Tensor], Tensor | None]]:
     """Run all steps, and return by rank the results of each step and the load."""
 
     def body(collectives: Collectives, rank: int) -> tuple[list[Tensor], Tensor | None]:
-        held = strategy(rank, mesh, collectives, exchange=exchange)
+        held = strategy(rank, mesh, collectives, exchange=exchange, **options)
         moved = held.expert_exchange("m", EXPERTS)
         assert moved is not None
         group = coordinates(rank, mesh)["dp"]

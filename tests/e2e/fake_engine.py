@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -131,6 +132,7 @@ class FakeExecutor:
         held: While it returns True, sequences run and get no token.
         profiled: Labels of the profiles started.
         silent: Stops all frames, heartbeats included.
+        loads: Load of the experts of each rank, by layer.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class FakeExecutor:
         self.rows, self.queue_limit = rows, queue_limit
         self._loaded = loaded
         self._held = held
+        self.loads: list[dict[str, list[int]]] = []
         self.frames: queue.Queue[bytes] = queue.Queue()
         self.inbox: queue.Queue[bytes | None] = queue.Queue()
         self.running: dict[int, Running] = {}
@@ -242,7 +245,18 @@ class FakeExecutor:
             )
         if message.action == "profile_start":
             self.profiled.append(message.args["label"])
-        return Reply(message.id, True, {"kv_bytes": 1 << 20} if message.action == "info" else {})
+        if message.action == "forget_load":
+            self.loads = [
+                {layer: [0] * len(counts) for layer, counts in rank.items()} for rank in self.loads
+            ]
+        return Reply(message.id, True, self._info() if message.action == "info" else {})
+
+    def _info(self) -> dict[str, Any]:
+        """Return the reply to "info": with loads, those of several ranks."""
+        own: dict[str, Any] = {"kv_bytes": 1 << 20}
+        if not self.loads:
+            return own
+        return {**own, "ranks": [{**own, "expert_load": load} for load in self.loads]}
 
     def _add(self, submit: Submit) -> None:
         if len(self.waiting) >= self.queue_limit:

@@ -25,6 +25,7 @@ OPEN = {"/health", "/ready", "/metrics"}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with served(server={"api_key": KEY, "admin_api_key": ADMIN}) as one:
+        one.executor.loads = [{"model.layers.1.mlp": [1, 2]}]
         yield one
 
 

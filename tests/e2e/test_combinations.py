@@ -53,6 +53,20 @@ def test_same_tokens_over_gloo(known: Reference, one: Combination) -> None:
     run(one, known, collectives={"use": "gloo", "timeout": 60.0})
 
 
+@pytest.mark.parametrize(
+    "one",
+    [
+        Combination(tp=2, ep=2, steps=2, chunked=True, copies=2),
+        Combination(tp=4, ep=4, dp=2, steps=1, exchange="all_to_all_static", copies=4),
+        Combination(tp=4, ep=2, dp=4, chunked=True, copies=8),
+        Combination(tp=4, ep=4, dp=4, steps=3, exchange="all_to_all", copies=24),
+    ],
+    ids=lambda one: one.name,
+)
+def test_same_tokens_with_copies_of_experts(known: Reference, one: Combination) -> None:
+    run(one, known)
+
+
 def test_the_sample_covers_every_layout() -> None:
     everything = {(one.tp, one.ep, one.dp) for one in matrix() if one.fits}
     found = sample(SAMPLED, seed=20)

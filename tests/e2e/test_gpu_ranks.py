@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.facts.model_folder import embedded_path, read_folder
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -62,6 +63,36 @@ def test_drafts_on_one_gpu(plain: list[list[int]], steps: int, overlap: bool) ->
         "speculative": {"use": "nextn", "steps": steps},
         "scheduler": {"overlap": overlap},
     }
+    assert answers("cuda", **config) == plain
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("dp", [0, 2])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all_static"])
+def test_placed_experts_on_two_gpus(
+    plain: list[list[int]], exchange: str, dp: int, steps: int
+) -> None:
+    """Experts are placed by a load in which they differ, with copies of half of them."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    facts = read_folder(embedded_path())
+    assert facts is not None
+    counts = [(expert + 1) ** 3 for expert in range(facts.n_routed_experts)]
+    routed = [
+        layer for layer in range(facts.num_layers) if facts.config["first_k_dense_replace"] <= layer
+    ]
+    load = {
+        "model": "embedded",
+        "architecture": facts.architecture,
+        "layers": {f"model.layers.{layer}.mlp": counts for layer in routed},
+    }
+    experts = {"placement": load, "redundant_experts": len(counts) // 2, "exchange": exchange}
+    parallel = [{"use": "tensor", "size": 2}, {"use": "ep_moe", "size": 2, **experts}]
+    config: dict[str, Any] = {
+        "parallel": [*parallel, *([{"use": "dp_attention", "size": dp}] if dp else [])]
+    }
+    if steps:
+        config["speculative"] = {"use": "nextn", "steps": steps}
     assert answers("cuda", **config) == plain
 
 

@@ -24,6 +24,11 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"use": "ep_moe", "size": 2, "exchange": "all_to_all_static"},
         {"use": "dp_attention", "size": 2},
     ],
+    "tp 2, ep 2, dp 2, copies of experts": [
+        {"use": "tensor", "size": 2},
+        {"use": "ep_moe", "size": 2, "redundant_experts": 4},
+        {"use": "dp_attention", "size": 2},
+    ],
     "tp 4, ep 2, dp 2": [
         {"use": "tensor", "size": 4},
         {"use": "ep_moe", "size": 2},

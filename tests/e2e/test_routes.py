@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from glowplug import __version__
+from glowplug.core.facts.expert_load import ExpertLoad
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server.context import Context
@@ -112,6 +113,21 @@ def test_information_has_the_plan_and_no_secret(client: httpx.Client) -> None:
         == client.get("/model_info").json()["context_length"]
         == 4096
     )
+
+
+def test_the_load_of_experts_is_summed_over_ranks(server: Served, client: httpx.Client) -> None:
+    """The answer is a file for ``placement``; without counts there is none."""
+    missing = client.get("/expert_load")
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "expert_load_off"
+    server.executor.loads = [{"a.mlp": [1, 2], "b.mlp": [3, 4]}, {"a.mlp": [5, 0], "b.mlp": [0, 1]}]
+    load = ExpertLoad.model_validate_json(client.get("/expert_load").content, strict=True)
+    assert (load.model, load.architecture) == ("shown", "Fake")
+    assert load.layers == {"a.mlp": (6, 2), "b.mlp": (3, 5)}
+    assert client.get("/reset_expert_load").status_code == 405
+    assert client.post("/reset_expert_load").json()["success"]
+    again = ExpertLoad.model_validate_json(client.get("/expert_load").content)
+    assert again.layers == {"a.mlp": (0, 0), "b.mlp": (0, 0)}
+    server.executor.loads = []
 
 
 def test_the_schema_has_every_route_and_its_bounds(client: httpx.Client) -> None:

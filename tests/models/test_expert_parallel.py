@@ -91,7 +91,7 @@ def part(step: Step, group: int, groups: int) -> Step:
 
 
 def rank_context(
-    name: str, mesh: Mapping[str, int], rank: int, exchange: str, collectives: Any
+    name: str, mesh: Mapping[str, int], rank: int, exchange: str, collectives: Any, **more: Any
 ) -> BuildContext:
     facts = checkpoint(name)[0]
     plan = replace(plan_for(facts), mesh=dict(mesh))
@@ -105,7 +105,7 @@ def rank_context(
     )
     sizes = {
         "tensor": {"size": mesh["tp"]},
-        "ep_moe": {"size": mesh["ep"], "exchange": exchange},
+        "ep_moe": {"size": mesh["ep"], "exchange": exchange, **more},
         "dp_attention": {"size": mesh.get("dp", 1)},
     }
     strategies = [
@@ -161,13 +161,14 @@ def run(
     mesh: Mapping[str, int],
     exchange: str,
     backend: str,
+    **more: Any,
 ) -> list[tuple[list[dict[int, Tensor]], dict[str, list[int]]]]:
     """Return by rank the logits of each step by row, and the load."""
     groups = mesh.get("dp", 1)
     checkpoint(name)
 
     def body(collectives: Any, rank: int) -> tuple[list[dict[int, Tensor]], dict[str, list[int]]]:
-        context = rank_context(name, mesh, rank, exchange, collectives)
+        context = rank_context(name, mesh, rank, exchange, collectives, **more)
         model, _ = build_model(*checkpoint(name), context=context)
         stepper = GroupStepper(model, context, rows=ROWS)
         made = []
@@ -181,9 +182,12 @@ def run(
     return on_ranks(mesh, backend, body)
 
 
-def assert_as_alone(name: str, mesh: Mapping[str, int], exchange: str, backend: str) -> None:
+def assert_as_alone(
+    name: str, mesh: Mapping[str, int], exchange: str, backend: str, **more: Any
+) -> None:
+    """Compare ranks with one rank. ``more``: further options of the strategy "ep_moe"."""
     want, chosen = alone(name)
-    found = run(name, mesh, exchange, backend)
+    found = run(name, mesh, exchange, backend, **more)
     heard: list[set[int]] = [set() for _ in want]
     for made, _ in found:
         for rows, wanted, seen in zip(made, want, heard, strict=True):

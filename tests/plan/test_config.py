@@ -163,7 +163,7 @@ def test_no_configuration_brings_the_planner_down(planned, plugins: PluginSet) -
     rng = random.Random(23)
     known = leaf_paths(plugins, config_class(plugins))
     outcomes = {"plan": 0, "refused": 0}
-    for _ in range(600):
+    for _ in range(700):
         config: dict[str, object] = {}
         for _ in range(rng.randint(1, 4)):
             try:

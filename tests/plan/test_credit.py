@@ -276,6 +276,8 @@ WORDS: dict[str, list[str]] = {
     "--page-size": ["64"],
     "--ep-size": ["2", "--tp", "2"],
     "--enable-ep-moe": ["--tp", "2"],
+    "--ep-num-redundant-experts": ["2", "--tp", "2"],
+    "--init-expert-location": ["trivial", "--tp", "2"],
     "--dp-size": ["2", "--tp", "2"],
     "--enable-dp-attention": ["--tp", "2"],
     "--nnodes": ["2", "--tp", "2"],

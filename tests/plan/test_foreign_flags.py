@@ -40,6 +40,10 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 BOTH_HAVE = "is a flag of SGLang and vLLM that glowplug does not support"
 SGLANG_HAS = "is a flag of SGLang that glowplug does not support"
 VLLM_HAS = "is a flag of vLLM that glowplug does not support"
+RECORD = (
+    "record the load (GET /expert_load), then use --init-expert-location FILE and "
+    "--ep-num-redundant-experts N"
+)
 #: flags as in published commands, and the one line of the answer
 REFUSED: list[tuple[list[str], str]] = [
     (["--enable-lora"], f"--enable-lora {BOTH_HAVE}; merge the adapter into the checkpoint"),
@@ -75,8 +79,15 @@ REFUSED: list[tuple[list[str], str]] = [
         f"--tokenizer-revision {VLLM_HAS}; nothing is downloaded: use --model FOLDER, or run hf "
         "download first",
     ),
-    (["--enable-eplb"], f"--enable-eplb {BOTH_HAVE}; leave it out"),
-    (["--no-enable-eplb"], f"--no-enable-eplb {BOTH_HAVE}; leave it out"),
+    (["--enable-eplb"], f"--enable-eplb {BOTH_HAVE}; {RECORD}"),
+    (
+        ["--eplb-config.num-redundant-experts", "8"],
+        f"--eplb-config.num-redundant-experts {VLLM_HAS}; {RECORD}",
+    ),
+    (
+        ["--expert-distribution-recorder-mode", "stat"],
+        f"--expert-distribution-recorder-mode {SGLANG_HAS}; {RECORD}",
+    ),
     (
         ["--compilation-config.mode", "3"],
         f"--compilation-config.mode {VLLM_HAS}; use --enable-torch-compile and --cuda-graph-bs",

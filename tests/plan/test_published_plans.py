@@ -155,6 +155,20 @@ PAGE_PLANS: dict[str, Values] = {
         "parallel.1.use": "ep_moe",
         "parallel.2.use": "dp_attention",
     },
+    "--model embedded --tp 2 --ep-size 2 --dp-size 2": {
+        "mesh.tp": 2,
+        "mesh.ep": 2,
+        "mesh.dp": 2,
+        "model.family": "deepseek_v3",
+    },
+    "--model embedded --tp 2 --ep-size 2 --dp-size 2 --init-expert-location "
+    "docs/recipes/expert-load.json --ep-num-redundant-experts 4": {
+        "mesh.ep": 2,
+        "mesh.dp": 2,
+        "parallel.1.redundant_experts": 4,
+        "parallel.1.placement": "docs/recipes/expert-load.json",
+        "parallel.1.balance": "98.3%",
+    },
     "--model-path deepseek-ai/DeepSeek-V3-0324 --speculative-algorithm EAGLE --trust-remote-code "
     "--tp 8": {
         "mesh.tp": 8,
@@ -560,6 +574,11 @@ BESIDES: dict[str, Values] = {
         "server.admin_api_key": "***",
         "server.stream_interval": 3,
         "kv.tokens": 4096,
+    },
+    "--tp 8 --ep-size 8 --ep-num-redundant-experts 8 --init-expert-location trivial": {
+        "mesh.ep": 8,
+        "parallel.1.redundant_experts": 8,
+        "parallel.1.placement": None,
     },
     "--enable-tokenizer-info-endpoint": {"server.tokenizer_info": True},
     "--no-enable-tokenizer-info-endpoint": {"server.tokenizer_info": False},

@@ -237,10 +237,47 @@ def test_the_budget_equals_the_ranks_allocations(
             compare(plan, engine, rank)
 
 
-def test_the_embedded_model_from_its_headers(plugins: PluginSet) -> None:
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "ep": 4}], ids=str
+)
+@pytest.mark.parametrize(("name", "steps"), [("v3", 2), ("v3_fp8", 0), ("v2", 0)])
+def test_the_budget_counts_redundant_experts(
+    plugins: PluginSet, tmp_path: Path, name: str, steps: int, mesh: dict[str, int]
+) -> None:
+    """Each rank holds its share of the experts and of their copies, of the draft's layer too."""
+    folder = write_config(tmp_path, name, **({"num_nextn_predict_layers": 1} if steps else {}))
+    config: dict[str, Any] = {
+        "model": str(folder),
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "device": "cpu",
+        "memory": {"kv_tokens": 256},
+        "scheduler": {"max_running_requests": 2, "chunk_size": 8},
+        "parallel": [{"use": USES[axis], "size": size} for axis, size in mesh.items()],
+    }
+    if steps:
+        config["speculative"] = {"use": "nextn", "steps": steps}
+    without = rank_plan(config, plugins)
+    config["parallel"][1]["redundant_experts"] = 4
+    plan = rank_plan(config, plugins)
+    lines_before, lines_now = lines(without, 0), lines(plan, 0)
+    facts = plan.facts.model
+    copies = 4 * 3 * facts.hidden_size * facts.sizes.expert_width * 4 // mesh["tp"]
+    assert lines_now["weights"] - lines_before["weights"] == 2 * copies
+    if steps:
+        assert lines_now["draft weights"] - lines_before["draft weights"] == copies
+    with RankSet(plan, plugins) as ranks:
+        for rank, engine in enumerate(ranks.engines):
+            compare(plan, engine, rank)
+
+
+@pytest.mark.parametrize("redundant", [0, 4, 8])
+def test_the_embedded_model_from_its_headers(plugins: PluginSet, redundant: int) -> None:
     """The checkpoint is read and dequantised, with a draft that has its own embedding and head,
-    over four ranks.
+    over four ranks, also with redundant experts.
     """
+    experts = {"use": "ep_moe", "size": 4, "redundant_experts": redundant}
+    groups = {"use": "dp_attention", "size": 2}
     config = {
         "model": "embedded",
         "device": "cpu",
@@ -248,13 +285,12 @@ def test_the_embedded_model_from_its_headers(plugins: PluginSet) -> None:
         "context_length": 64,
         "scheduler": {"max_running_requests": 2, "chunk_size": 8},
         "speculative": {"use": "nextn"},
-        "parallel": [{"use": "tensor", "size": 4}, {"use": "dp_attention", "size": 2}],
+        "parallel": [{"use": "tensor", "size": 4}, *([experts] if redundant else []), groups],
     }
     plan = rank_plan(config, plugins)
-    assert (
-        next(line for line in plan.budget if line.name == "weights").how
-        == "tensor headers, over 4 ranks"
-    )
+    how = next(line for line in plan.budget if line.name == "weights").how
+    copies = f", {redundant} redundant experts in each layer" if redundant else ""
+    assert how == f"tensor headers, over 4 ranks{copies}"
     with RankSet(plan, plugins) as ranks:
         for rank, engine in enumerate(ranks.engines):
             compare(plan, engine, rank)

@@ -47,7 +47,9 @@ SHAPE = {"vocab_size": VOCAB, "num_nextn_predict_layers": 1}
 
 @dataclass(frozen=True)
 class Combination:
-    """One cell. ``ep`` and ``dp`` of 0 are off; ``exchange`` is ep_moe's."""
+    """One cell. ``ep`` and ``dp`` of 0 are off; ``exchange`` is ep_moe's, ``copies`` its number of
+    redundant experts.
+    """
 
     tp: int = 1
     ep: int = 0
@@ -57,6 +59,7 @@ class Combination:
     chunked: bool = False
     overlap: bool = True
     exchange: str = "auto"
+    copies: int = 0
 
     @property
     def fits(self) -> bool:
@@ -77,6 +80,7 @@ class Combination:
             "chunked" if self.chunked else "",
             "" if self.overlap else "no_overlap",
             self.exchange if self.exchange != "auto" else "",
+            f"copies{self.copies}" if self.copies else "",
         ]
         return "-".join(part for part in said if part)
 
@@ -93,6 +97,8 @@ class Combination:
         for strategy in parallel:
             if strategy["use"] == "ep_moe" and self.exchange != "auto":
                 strategy["exchange"] = self.exchange
+            if strategy["use"] == "ep_moe" and self.copies:
+                strategy["redundant_experts"] = self.copies
         config: dict[str, Any] = {
             "model": str(folder),
             "skip_tokenizer": True,

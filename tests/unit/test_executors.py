@@ -4,6 +4,7 @@ and the agreement of hosts.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,24 @@ def test_another_plan_is_named_with_the_values_of_both(
     assert any(
         refusal.field == field and says in refusal.reason and refusal.fix for refusal in found
     ), found
+
+
+def test_hosts_with_other_loads_of_experts_are_refused_in_few_words(tmp_path: Path) -> None:
+    """The file's place may differ, its content may not; a message does not contain all of it."""
+
+    def with_load(name: str, first: int) -> EnginePlan:
+        path = tmp_path / name
+        layers = {f"model.layers.{n}.mlp": [first, 2, 3, 4, 5, 6, 7, 8 * 10**9] for n in (1, 2, 3)}
+        load = {"model": "m", "architecture": "DeepseekV3ForCausalLM", "layers": layers}
+        path.write_text(json.dumps(load))
+        experts = {"use": "ep_moe", "size": 4, "placement": str(path)}
+        return planned(tmp_path / "v3", parallel=[{"use": "tensor", "size": 4}, experts])
+
+    first, same, other = (with_load(*one) for one in (("a", 1), ("b", 1), ("c", 9)))
+    names = ["host 0", "host 1"]
+    assert differences([identity(first), identity(same)], names) == []
+    (found,) = differences([identity(first), identity(other)], names)
+    assert found.field == "plan" and "placement" in found.reason and len(found.reason) < 600
 
 
 def test_other_plugins_versions_and_checkpoints_are_named(tmp_path: Path) -> None:

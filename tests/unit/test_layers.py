@@ -28,6 +28,7 @@ from glowplug.core.layers.linear import (
 from glowplug.core.layers.module import Module, Target, part_of
 from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.protocols import LinearShape, Parts, Quantized, Shard
+from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.testing.harness.build import Stepper, build_context, build_model
 from glowplug.plugins.parallel.unsplit import Unsplit
 from tests.support.tiny import CONFIGS
@@ -146,7 +147,11 @@ def test_two_ranks_compute_the_result_of_one(name: str, experts_by_number: bool)
     def work(rank: int) -> Tensor:
         one = Rank(ring, rank, experts_by_number)
         ranked = build_context(
-            facts, quantization=quantization, parallel=one, collectives=one, **options
+            facts,
+            quantization=quantization,
+            parallel=ParallelStack([one]),
+            collectives=one,
+            **options,
         )
         ranked = replace(ranked, worker=replace(ranked.worker, rank=rank, ranks=2))
         model, context = build_model(facts, tensors, ranked)
@@ -166,7 +171,7 @@ def test_row_parallel_bias_is_added_once() -> None:
     def work(rank: int) -> Tensor:
         one = Rank(ring, rank, False)
         linear = Linear(
-            build_context(facts, parallel=one, collectives=one),
+            build_context(facts, parallel=ParallelStack([one]), collectives=one),
             "down",
             8,
             [Part("down", 6, "replicated", bias=True)],

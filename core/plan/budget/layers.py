@@ -85,7 +85,7 @@ class LayerBytes:
         self.rope = self.model.qk_rope_head_dim or self.model.head_dim
         self.value = self.model.sizes.value or self.model.head_dim
         self.key = self.model.head_dim
-        self._routes = self.model.sizes.routes
+        self._redundant = proposal.redundant_experts
 
     @property
     def latent(self) -> bool:
@@ -106,7 +106,7 @@ class LayerBytes:
     def activations(self, step: StepTokens) -> int:
         """Return the peak bytes of a step's layers, including indices and rotations of tokens."""
         model = self.model
-        hidden = self.model.hidden_size
+        hidden = model.hidden_size
         stream = step.own * hidden * self.element
         normed = self.cast(step.own, hidden)
         most = 0
@@ -115,7 +115,7 @@ class LayerBytes:
         kept = 0
         seen = set[tuple[bool, int, int]]()
         for layer in range(model.num_layers):
-            moe = self._routes(layer)
+            moe = model.sizes.routes(layer)
             if (moe, before, kept) in seen:
                 continue
             seen.add((moe, before, kept))
@@ -196,11 +196,16 @@ class LayerBytes:
         inner = self.cast(tokens, width)
         return MemoryUse(max(2 * tokens * width * self.element + inner, inner + out), out)
 
+    def _experts_held(self) -> int:
+        """Return the number of routed experts on a rank, with redundant copies."""
+        slots = self.model.n_routed_experts + self._redundant
+        return -(-slots // axis_size("ep", self.mesh))
+
     def experts(self, tokens: int) -> MemoryUse:
         """Return the memory use of a layer of routed experts, with its shared expert."""
         model = self.model
         inter = -(-model.sizes.expert_width // axis_size("moe_tp", self.mesh))
-        count = -(-model.n_routed_experts // axis_size("ep", self.mesh))
+        count = self._experts_held()
         shared = model.sizes.shared_experts
         fused_shared = (
             shared if self.alike and "route" in self._ops.ops and self._scheme.fused_shared else 0

@@ -133,9 +133,12 @@ def _weight_line(
     """
     ranks = proposal.values.ranks
     how = "tensor headers" if model.tensors else "arithmetic from config.json"
-    held = weights_by_rank(elements, model, proposal.values.mesh, ranks, storage, drafts)
+    redundant = proposal.redundant_experts
+    held = weights_by_rank(elements, model, proposal.values.mesh, ranks, storage, drafts, redundant)
     if ranks > 1:
         how += f", over {ranks} ranks"
+    if redundant:
+        how += f", {redundant} redundant experts in each layer"
     return BudgetLine(name, max(held), how, held if len(set(held)) > 1 else ())
 
 

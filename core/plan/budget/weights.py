@@ -55,14 +55,16 @@ def weights_by_rank(
     ranks: int,
     storage: Storage,
     drafts: bool,
+    redundant: int = 0,
 ) -> tuple[int, ...]:
     """Return the bytes of weights on each rank.
 
     Args:
         tally: number of elements by kind.
         drafts: count the first next-token layer instead of the target.
+        redundant: number of copies of experts that each layer has beside its routed experts.
     """
-    wanted = {kind: count for kind, count in tally.items() if kind.draft == (0 if drafts else -1)}
+    wanted = _wanted(tally, drafts, model.n_routed_experts, redundant)
     exchange = "ep" in mesh  # the shared expert is then split within a dp group
     even = sum(
         _part(count * number_bytes(kind, storage), parts_of(kind.role, model, mesh, exchange))
@@ -77,6 +79,21 @@ def weights_by_rank(
     return tuple(
         even + int(row) * vocabulary_rows(model.vocab_size, mesh, rank) for rank in range(ranks)
     )
+
+
+def _wanted(tally: Tally, drafts: bool, experts: int, redundant: int) -> Tally:
+    """Return the numbers of elements of the target or its draft, with redundant experts.
+
+    Args:
+        drafts: count the first next-token layer instead of the target.
+        experts: number of routed experts of a layer.
+        redundant: number of copies that a layer has beside them.
+    """
+    wanted = {kind: count for kind, count in tally.items() if kind.draft == (0 if drafts else -1)}
+    for kind, count in wanted.items():
+        if kind.role == EXPERTS:
+            wanted[kind] = count // experts * (experts + redundant)
+    return wanted
 
 
 def number_bytes(kind: WeightKind, storage: Storage) -> float:

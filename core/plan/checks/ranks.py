@@ -159,6 +159,26 @@ def check_executor(proposal: Proposal) -> Iterator[Refusal]:
         )
 
 
+@reads("parallel", "quantization")
+def check_placed_experts(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse schemes that load consecutive experts only, if the ranks hold others."""
+    scheme = proposal.quantization
+    if scheme is not None and proposal.expert_copies and not scheme.offers.places_experts:
+        yield refuse(
+            proposal,
+            "quantization",
+            scheme,
+            f"{scheme.name} loads consecutive experts only (it does not offer places_experts), and "
+            "experts are placed on ranks by load or have copies",
+            instead(
+                proposal,
+                "quantization",
+                lambda offers: offers.places_experts,
+                "leave placement and redundant_experts out",
+            ),
+        )
+
+
 @reads("collectives")
 def check_expandable_segments(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse expandable segments if the collectives cannot share their memory between ranks."""

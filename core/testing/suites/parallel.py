@@ -71,6 +71,18 @@ class ParallelSuite:
             start + size == after for (start, size), (after, _) in zip(held, held[1:], strict=False)
         )
 
+    def test_listed_experts_are_all_held(self) -> None:
+        """Ranks that list their experts hold equally many, none twice, and all of them together."""
+        lists = [
+            getattr(self.make(rank), "held_experts", lambda name, experts: None)("model.moe", 64)
+            for rank in range(self.ranks)
+        ]
+        listed = [held for held in lists if held is not None]
+        assert len(listed) in (0, self.ranks)
+        assert len({len(held) for held in listed}) <= 1
+        assert all(len(set(held)) == len(held) for held in listed)
+        assert not listed or {expert for held in listed for expert in held} == set(range(64))
+
     def test_what_is_replicated_stays_whole(self) -> None:
         assert all((part.start, part.size) == (0, 96) for part in self.shards("replicated", 96))
 

@@ -137,6 +137,18 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         "enable expert parallelism",
     ),
     Flag(
+        ("--ep-num-redundant-experts", "--num-redundant-experts"),
+        "parallel[ep_moe].redundant_experts",
+        "number of copies of experts in each layer beside its routed experts",
+        int,
+    ),
+    Flag(
+        ("--init-expert-location",),
+        "parallel[ep_moe].placement",
+        "file with a recorded load of experts, by which they are placed; trivial: by number",
+        values={"trivial": None},
+    ),
+    Flag(
         (
             "--dp-size",
             "--dp",

@@ -71,6 +71,11 @@ ALTERNATIVES: tuple[tuple[str, str], ...] = (
         r"^(all2all|moe-a2a)-backend$|^enable-deepep-moe$",
         'set exchange = NAME in the [[parallel]] section of "ep_moe"',
     ),
+    (
+        r"eplb|^expert-distribution-recorder",
+        "record the load (GET /expert_load), then use --init-expert-location FILE and "
+        "--ep-num-redundant-experts N",
+    ),
     (r"^(master-addr|master-port|nccl-port)$", "use --dist-init-addr HOST:PORT"),
     (r"^(use-ray|worker-use-ray)$", "use --distributed-executor-backend ray"),
     (r"^(base-gpu-id|gpu-id-step|device-ids)$", "CUDA_VISIBLE_DEVICES selects the devices"),

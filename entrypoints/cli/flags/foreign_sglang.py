@@ -73,7 +73,7 @@ SGLANG = frozenset(
     enable-weights-cpu-backup encoder-bootstrap-port encoder-only encoder-register-urls
     encoder-transfer-backend encoder-urls enforce-disable-flashinfer-allreduce-fusion
     enforce-shared-experts-fusion engine-info-bootstrap-port ep-dispatch-algorithm
-    ep-num-redundant-experts eplb-algorithm eplb-min-rebalancing-utilization-threshold
+    eplb-algorithm eplb-min-rebalancing-utilization-threshold
     eplb-rebalance-layers-per-chunk eplb-rebalance-num-iterations expert-balancedness-report-mode
     expert-distribution-recorder-buffer-size expert-distribution-recorder-mode
     experts-shared-outer-loras export-metrics-to-file export-metrics-to-file-dir extra-metric-labels
@@ -89,7 +89,7 @@ SGLANG = frozenset(
     hicache-storage-prefetch-retry-poll-interval hicache-write-policy
     hierarchical-sparse-attention-extra-config hisparse-config http2-initial-connection-window-size
     http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend impl
-    incremental-streaming-output init-expert-location int8-mamba-ckpt-size is-embedding
+    incremental-streaming-output int8-mamba-ckpt-size is-embedding
     json-model-override-args keep-mm-feature-on-device kt-cpuinfer kt-max-deferred-experts-per-token
     kt-method kt-num-gpu-experts kt-threadpool-count kt-weight-path kv-canary kv-canary-real-data
     kv-canary-sweep-interval language-only limit-mm-data-per-request linear-attn-backend

@@ -57,7 +57,7 @@ VLLM = frozenset(
     mm-processor-cache-gb mm-processor-cache-type mm-processor-device mm-processor-kwargs
     mm-shm-cache-max-object-size-mb mm-tensor-ipc model-class-overrides moe-backend monokernel
     multi-step-stream-outputs ngram-prompt-lookup-max ngram-prompt-lookup-min
-    num-gpu-blocks-override num-lookahead-slots num-redundant-experts num-scheduler-steps numa-bind
+    num-gpu-blocks-override num-lookahead-slots num-scheduler-steps numa-bind
     numa-bind-cpus numa-bind-nodes offload-backend offload-params optimization-level
     override-attention-dtype override-generation-config override-neuron-config
     override-pooler-config per-request-spec-decode-metrics performance-mode pooler-config

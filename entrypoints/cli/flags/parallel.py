@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from glowplug.core.config.files import Layer
@@ -99,7 +99,8 @@ def _drop_single(layer: Layer, items: list[Any], single: Mapping[str, str]) -> l
     NOTE: published commands write ``--tp 1 --enable-ep-moe``.
 
     Returns:
-        A note for each removed "ep_moe" or "dp_attention" that had no size.
+        A note for each removed "ep_moe" or "dp_attention" that had no size, and for each other
+        option of a removed strategy.
     """
     dropped = {
         number: single[item["use"]]
@@ -107,18 +108,28 @@ def _drop_single(layer: Layer, items: list[Any], single: Mapping[str, str]) -> l
         if item.get("use") in single
     }
     one_rank = single.get(TENSOR)
-    notes = []
     for number, item in enumerate(items):
-        if item.get("use") not in REGROUPINGS or "size" in item:
-            continue
-        if one_rank is not None:
+        if item.get("use") in REGROUPINGS and "size" not in item and one_rank is not None:
             dropped[number] = one_rank
-        if number in dropped:
-            switch = layer.origins.get(f"{SECTION}.{number}.use", SECTION)
-            why = "there is one rank" if dropped[number] == one_rank else "its size is one"
-            notes.append(Decision(switch, "no effect", "operator", f"{why} ({dropped[number]})"))
+    notes = []
+    for number, flag in dropped.items():
+        why = "there is one rank" if flag == one_rank else "its size is one"
+        for origin in _origins_without_effect(layer, number, items[number]):
+            notes.append(Decision(origin, "no effect", "operator", f"{why} ({flag})"))
     reorder(layer, SECTION, [number for number in range(len(items)) if number not in dropped])
     return notes
+
+
+def _origins_without_effect(layer: Layer, number: int, item: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the origins of a removed item's options, beside the one that sets its size.
+
+    ``use`` counts if no size was given: then a switch chose the strategy.
+    """
+    keys = [key for key in item if key not in ("use", "size")]
+    if item.get("use") in REGROUPINGS and "size" not in item:
+        keys.insert(0, "use")
+    paths = (f"{SECTION}.{number}.{key}" for key in keys)
+    yield from dict.fromkeys(layer.origins.get(path, path) for path in paths)
 
 
 def reorder(layer: Layer, listed: str, order: list[int]) -> None:

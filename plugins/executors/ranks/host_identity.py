@@ -37,13 +37,15 @@ FIXES: dict[str, tuple[str, str]] = {
 }
 #: options of the executor in which hosts may differ
 HOST_OPTIONS = frozenset({"host_rank", "address", "threads"})
+#: longest value of an option, as JSON, that is compared as it is; of longer ones the digest is
+VALUE_CHARS_MAX = 200
 
 
 def identity(plan: EnginePlan) -> bytes:
     """Return the facts that must be equal on every host, as JSON with the keys of ``FIXES``."""
     components = {
         f"{choice.slot} {choice.name}": {
-            key: value
+            key: _shortened(value)
             for key, value in choice.options.items()
             if choice.slot != "executor" or key not in HOST_OPTIONS
         }
@@ -72,14 +74,25 @@ def identity(plan: EnginePlan) -> bytes:
     return msgspec.json.encode(found)
 
 
+def _shortened(value: object) -> object:
+    """Return the value of an option, or the digest of one that is too long for a message."""
+    text = _to_json(value)
+    if len(text) <= VALUE_CHARS_MAX:
+        return value
+    return f"{len(text)} characters, {_digest(text.encode())}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def _checkpoint(facts: ModelFacts) -> str:
     """Return a digest of a checkpoint: config.json, and shapes, dtypes and samples of the weights.
 
     The path of the model folder may differ between hosts and is not part of it.
     """
     content = msgspec.json.encode([facts.config, facts.tensors, facts.digest], order="sorted")
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    return f"{facts.architecture}, {len(facts.tensors)} tensors, {digest}"
+    return f"{facts.architecture}, {len(facts.tensors)} tensors, {_digest(content)}"
 
 
 def _to_json(values: object) -> str:

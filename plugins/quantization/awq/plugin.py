@@ -185,6 +185,7 @@ def register_quantization_schemes() -> list[Component]:
                 ),
                 dequantizes=frozenset({"cpu"}),
                 fused_shared=True,
+                places_experts=True,
             ),
             uses={"triton": ("triton",), "cublas": ("triton",)},
             summary="int4 weights with a scale and a zero per group, as AutoAWQ writes them",

@@ -169,6 +169,7 @@ def register_quantization_schemes() -> list[Component]:
                 dequantizes=frozenset({"cpu"}),
                 cast_bytes=FP8_NUMBER_BYTES,
                 fused_shared=True,
+                places_experts=True,
                 experts_work=fp8_experts,
                 peak_tokens=fp8_peak_tokens,
             ),

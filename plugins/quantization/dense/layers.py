@@ -102,7 +102,8 @@ class DenseExperts:
             shape.count, shape.hidden, 2 * shape.inter, dtype=dtype, device=device
         )
         self.w2 = torch.empty(shape.count, shape.inter, shape.hidden, dtype=dtype, device=device)
-        split = shape.count < shape.total or shape.inter < shape.inter_full
+        placed = shape.held is not None
+        split = placed or shape.count < shape.total or shape.inter < shape.inter_full
         # only a layer that is split among ranks may get ids of experts held elsewhere
         host = moe_reference.experts_some_host if split else moe_reference.experts_host
         self._run = host if torch.device(device).type == "cpu" else moe_reference.experts_device
@@ -134,8 +135,8 @@ def expert_slices(
     """
     width = part_of(shape.inter_start, shape.inter, shape.inter_full)
     every = slice(None)
-    for local in range(shape.count):
-        prefix = f"{shape.prefix}.{shape.first + local}"
+    for local, expert in enumerate(shape.numbers):
+        prefix = f"{shape.prefix}.{expert}"
         for half, part in enumerate(PARTS13):
             span = slice(half * shape.inter, (half + 1) * shape.inter)
             yield f"{prefix}.{part}", (shape.inter_full, shape.hidden), (width, every), local, span

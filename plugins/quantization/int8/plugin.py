@@ -223,6 +223,7 @@ def register_quantization_schemes() -> list[Component]:
                 dequantizes=frozenset({"cpu"}),
                 cast_bytes=1.0,
                 fused_shared=True,
+                places_experts=True,
                 experts_work=int8_experts,
             ),
             uses=LIBRARIES,
