@@ -1,14 +1,12 @@
-"""Mixture of experts: gate, routed experts and shared expert."""
+"""Mixture of experts: routed experts and shared expert, with the gate of ``layers.gate``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from glowplug.core.layers.gate import Gate, MoeSizes
 from glowplug.core.layers.linear import (
     FORMAT_PLAIN,
     Both,
@@ -18,7 +16,7 @@ from glowplug.core.layers.linear import (
     caster,
 )
 from glowplug.core.layers.mlp import Mlp
-from glowplug.core.layers.module import Module, Target
+from glowplug.core.layers.module import Module
 from glowplug.core.protocols import (
     ExpertExchange,
     ExpertsMethod,
@@ -26,119 +24,15 @@ from glowplug.core.protocols import (
     PartialSum,
     Parts,
     Quantized,
-    RouteSettingReady,
     StartedExperts,
     WeightTarget,
 )
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Batch
 
-
-@dataclass(frozen=True)
-class MoeSizes:
-    """Sizes and routing of one MoE layer.
-
-    Attributes:
-        hidden: size of the hidden states.
-        width: intermediate size of a routed expert.
-        experts: number of routed experts.
-        topk: routed experts chosen for each token.
-        shared: intermediate size of the shared expert; 0: there is none.
-        sigmoid: True: V3's gate, sigmoid with a correction bias; False: softmax.
-        groups: number of expert groups; 1: no groups.
-        topk_groups: groups from which experts are chosen; 1 without groups.
-        renormalize: divide the chosen weights by their sum.
-        scale: factor on the weights.
-    """
-
-    hidden: int
-    width: int
-    experts: int
-    topk: int
-    shared: int
-    sigmoid: bool
-    groups: int = 1
-    topk_groups: int = 1
-    renormalize: bool = False
-    scale: float = 1.0
-
-
 Start = Callable[[Tensor, int], StartedExperts | None]
-
-
-class Gate(Module):
-    """The gate: it scores experts in float32 and chooses some for each token."""
-
-    def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
-        self.name = name
-        self.sizes = sizes
-        device = context.worker.device
-        stored = context.facts.tensors.get(f"{name}.weight")
-        exact = torch.device(device).type != "cpu" and (stored or context.facts).dtype == "bfloat16"
-        # NOTE: products of bfloat16 numbers are exact in float32, so a gate stored in bfloat16
-        # loses nothing by staying so.
-        self.weight = torch.empty(
-            sizes.experts,
-            sizes.hidden,
-            dtype=torch.bfloat16 if exact else torch.float32,
-            device=device,
-        )
-        self.bias = torch.zeros(sizes.experts, device=device) if sizes.sigmoid else None
-        #: experts of the fused shared expert, which are chosen for every token; 0: not fused
-        self.fused_shared = 0
-        self._softmax = context.ops.topk_softmax
-        self._sigmoid = context.ops.topk_sigmoid
-        self._route = context.ops.route
-        self._route_ready: RouteSettingReady | None = getattr(
-            context.ops, "route_and_set_ready", None
-        )
-
-    @property
-    def sets_ready(self) -> bool:
-        """True: ``forward`` can set a ready flag (``ready``)."""
-        return self._route_ready is not None
-
-    def own_targets(self) -> Iterator[WeightTarget]:
-        """Yield the targets of the weight and the correction bias."""
-        yield Target(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
-        if self.bias is not None:
-            yield Target(f"{self.name}.e_score_correction_bias", tuple(self.bias.shape), self.bias)
-
-    def forward(self, x: Tensor, ready: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each token.
-
-        Args:
-            x: plain activations [T, hidden].
-            ready: ready flag of ``StartedExperts``, only for a gate that ``sets_ready``.
-
-        Returns:
-            weights float32 [T, K] and expert ids int [T, K], the fused shared expert's included.
-        """
-        s = self.sizes
-        if self._route is not None:
-            given = (
-                x,
-                self.weight,
-                self.bias,
-                s.topk,
-                s.groups,
-                s.topk_groups,
-                s.renormalize,
-                s.scale,
-                self.fused_shared,
-            )
-            if ready is None:
-                return self._route(*given)
-            assert self._route_ready is not None, (
-                "experts start early only with a gate that sets a ready flag"
-            )
-            return self._route_ready(*given, ready)
-        logits = F.linear(x.float(), self.weight.float())
-        if self.bias is not None:
-            return self._sigmoid(
-                logits, self.bias, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale
-            )
-        return self._softmax(logits, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale)
+#: ``ExpertExchange.select``
+Select = Callable[[Tensor, Batch | None], Tensor]
 
 
 class Experts(Module):
@@ -228,9 +122,10 @@ class Moe(Module):
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         self._collectives = context.collectives
         self.gate = Gate(context, f"{name}.gate", sizes)
-        fused_shared = self._fused_shared_count(context, name, sizes)
-        self.gate.fused_shared = fused_shared
         self._set_exchange(context, name, sizes)
+        # the ids of a fused shared expert are beyond those that a strategy selects from
+        fused_shared = 0 if self._select else self._fused_shared_count(context, name, sizes)
+        self.gate.fused_shared = fused_shared
         shared_name = f"{name}.shared_experts"
         separate = sizes.shared > 0 and not fused_shared
         self.experts = Experts(
@@ -250,7 +145,11 @@ class Moe(Module):
 
     def _set_exchange(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         """Set the exchange of tokens between ranks, and which sums the next norm computes."""
-        self._exchange = context.parallel.expert_exchange(name, sizes.experts)
+        found = context.parallel.expert_exchange(name, sizes.experts)
+        self._select: Select | None = getattr(found, "select", None)
+        if not getattr(found, "stays", False):
+            self._select = None
+        self._exchange = found if self._select is None else None
         self.exchanges = self._exchange is not None
         stays = not (self.exchanges or context.parallel.moves_tokens)
         # the results go straight to the next norm, which sums them over the ranks
@@ -301,7 +200,7 @@ class Moe(Module):
         """Run the layer on x [T, hidden]; return [T, hidden], or terms that the next norm sums."""
         if isinstance(x, Both):
             weights, ids = self.gate.forward(x.plain)
-            return self._mixed(x.cast, ids, weights)
+            return self._mixed(x.cast, ids, weights, batch)
         started = (
             None
             if self._start is None
@@ -313,11 +212,13 @@ class Moe(Module):
         weights, ids = self.gate.forward(x)
         if self._exchange is not None:
             return self._exchanged(self._exchange, x, ids, weights, batch)
-        return self._mixed(x if self._cast is None else self._cast(x), ids, weights)
+        return self._mixed(x if self._cast is None else self._cast(x), ids, weights, batch)
 
-    def _mixed(self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Terms:
+    def _mixed(
+        self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor, batch: Batch | None
+    ) -> Terms:
         """Run the routed and shared experts on ``cast`` and sum the results over ranks."""
-        local = ids if self.experts.count == self.gate.sizes.experts else self._local(ids)
+        local = self._local(ids, batch)
         y = self.experts.forward(cast, local, weights)
         if isinstance(y, Parts) or self.shared is None:
             return self._summed(y)
@@ -374,7 +275,11 @@ class Moe(Module):
             y = self._collectives.all_reduce(y, axis)
         return y
 
-    def _local(self, ids: Tensor) -> Tensor:
+    def _local(self, ids: Tensor, batch: Batch | None) -> Tensor:
         """Convert expert ids of the layer to ids on this rank; -1 for experts of other ranks."""
+        if self._select is not None:
+            return self._select(ids, batch)
+        if self.experts.count == self.gate.sizes.experts:
+            return ids
         local = ids - self.experts.numbers[0]
         return local.masked_fill_((local < 0) | (local >= self.experts.count), -1)

@@ -154,8 +154,11 @@ class Proposal:
     @property
     def exchanges(self) -> bool:
         """Ranks exchange tokens, so the number of tokens in a layer differs between steps."""
-        ranks = self.values.ranks
-        return ranks > 1 and any(chosen.offers.exchanges for chosen in self.parallel)
+        if self.values.ranks == 1:
+            return False
+        given = ((chosen.offers.exchanges, chosen.options) for chosen in self.parallel)
+        mesh = self.values.mesh
+        return any(moves(options, mesh) if callable(moves) else moves for moves, options in given)
 
     @property
     def redundant_experts(self) -> int:

@@ -183,7 +183,7 @@ class ParallelOffers(Offers):
             must support ``Mode.IDLE``.
         exchanges: tokens move between ranks, so a layer may compute other tokens than the rank's
             own, and their number differs between steps. False if all ranks compute all tokens of a
-            step.
+            step. A function receives the strategy's options and the mesh.
         buffer_bytes: function from the options, the mesh, the model and the most tokens of a rank
             in a step to the bytes that its exchanges reserve on a device, with collectives that
             have ``expert_rows``; None for none.
@@ -195,7 +195,7 @@ class ParallelOffers(Offers):
     axes: frozenset[str] = frozenset()
     ranks: bool = False
     idle_steps: bool = False
-    exchanges: bool = True
+    exchanges: bool | Callable[[Any, Mapping[str, int]], bool] = True
     buffer_bytes: Callable[[Any, Mapping[str, int], ModelFacts, int], int] | None = None
     expert_copies: Callable[[Any], int | None] | None = None
 

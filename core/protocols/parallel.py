@@ -46,6 +46,11 @@ class ExpertExchange(Protocol):
 
     Each step calls ``dispatch`` and ``combine`` once, in this order.
 
+    An exchange with the attribute ``stays`` = True moves no tokens, because every rank has all of
+    them. Then ``select(ids, batch)`` takes the place of ``dispatch``. It returns the ids of the
+    experts on this rank, -1 for others, and the layer sums its results over the axes of its shards.
+    ``batch`` may be None if no token is padding.
+
     Two further methods are optional. ``sends_quantized(input_format, batch) -> bool`` returns
     whether the step's tokens can be sent in the experts' input format. Then
     ``dispatch_quantized(x, ids, weights, batch)`` takes the place of ``dispatch``; it receives and

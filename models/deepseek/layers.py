@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from glowplug.core.layers.attention import MlaAttention, MlaNames, MlaSizes
 from glowplug.core.layers.decoder import DecoderLayer
+from glowplug.core.layers.gate import MoeSizes
 from glowplug.core.layers.mlp import Mlp
-from glowplug.core.layers.moe import Moe, MoeSizes
+from glowplug.core.layers.moe import Moe
 from glowplug.core.layers.rope import Rope, RopeConfig
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.models.deepseek.config import DeepseekConfig, is_dense

@@ -75,6 +75,21 @@ class EpMoeOptions(ParallelOptions):
         return {"placement": "each rank holds every expert"} if self.size == 1 else {}
 
 
+def tokens_stay(options: EpMoeOptions, mesh: Mapping[str, int]) -> bool:
+    """Return whether every rank has all tokens, so that the exchange moves none.
+
+    Args:
+        options: the strategy's options.
+        mesh: mesh axis -> size.
+    """
+    return axis_size("dp", mesh) == 1 and not options.exchange.startswith("all_to_all")
+
+
+def exchanges(options: EpMoeOptions, mesh: Mapping[str, int]) -> bool:
+    """Return whether tokens move between ranks; see ``tokens_stay``."""
+    return not tokens_stay(options, mesh)
+
+
 def pushed_rows(mesh: Mapping[str, int], tokens: int) -> int:
     """Return the most tokens of a rank that the exchange "push" sends in a step.
 
@@ -231,6 +246,7 @@ def register_parallel_strategies() -> list[Component]:
             offers=ParallelOffers(
                 axes=frozenset({"ep"}),
                 ranks=True,
+                exchanges=exchanges,
                 buffer_bytes=buffer_bytes,
                 expert_copies=expert_copies,
             ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Collectives, ExpertExchange, ExpertRows, Shard, Worker
-from glowplug.plugins.parallel.ep_moe import pushed_rows
+from glowplug.plugins.parallel.ep_moe import pushed_rows, tokens_stay
 from glowplug.plugins.parallel.expert_exchange import (
     AllGatherExchange,
     AllToAllExchange,
@@ -45,6 +45,7 @@ class EpMoe(Unsplit):
             axis: (at.get(axis, 0), axis_size(axis, plan.mesh))
             for axis in ("tp", "ep", "moe_tp", "attn_tp")
         }
+        self._stays = tokens_stay(options, plan.mesh)
         self._options = options
         self._plan = plan
         self._placement = Placement(options.placement, options.redundant_experts, self._at["ep"][1])
@@ -62,11 +63,16 @@ class EpMoe(Unsplit):
         return None
 
     def _cut(self, axis: str, full: int, block: int, reduce: bool) -> Shard:
+        """Return this rank's part of a dimension that is divided over ``axis``.
+
+        If tokens stay, all partial results of a layer are summed over "tp" at once.
+        """
         index, parts = self._at[axis]
         if parts == 1:
             return Shard(0, full, full)
         start, size = deal(full, parts, index, block)
-        return Shard(start, size, full, reduce=reduce, axis=axis, parts=parts)
+        summed = "tp" if self._stays else axis
+        return Shard(start, size, full, reduce=reduce, axis=summed, parts=parts)
 
     def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
         assert self._collectives is not None, "expert parallelism needs the ranks' collectives"

@@ -168,27 +168,41 @@ class Exchange:
 class AllGatherExchange(Exchange):
     """Exchange by all-gather: ranks receive all tokens and compute those routed to their experts.
 
-    This exchange supports every split of the experts and has fixed shapes. If a group has
-    all ranks, each rank already has every token: nothing is gathered, and one all-reduce ends the
-    exchange.
+    This exchange supports every split of the experts and has fixed shapes.
+
+    Attributes:
+        stays: True: a group has all ranks, so every rank has all tokens.
     """
+
+    def __init__(
+        self, layout: Layout, collectives: Collectives, device: str, count_load: bool
+    ) -> None:
+        super().__init__(layout, collectives, device, count_load)
+        self.stays = layout.group[1] == layout.tp
+
+    def select(self, ids: Tensor, batch: Batch | None) -> Tensor:
+        """Return the ids of this rank's experts within its share; -1 for experts of other ranks.
+
+        ``ids``: chosen experts of all tokens, int [T, K].
+        """
+        if batch is not None:
+            ids = self._unpadded(ids, batch)
+        self._count(ids[self._own(len(ids), len(ids))[1]])
+        return self._local(ids, self._layout.ep[0])
 
     def dispatch(
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.stays:
+            return x, self.select(ids, batch), weights
         self._tokens = x.shape[0]
-        ids = self._unpadded(ids, batch)
-        own = self._layout.ep[0]
-        if self._layout.group[1] == self._layout.tp:
-            self._count(ids[self._own(self._tokens, self._tokens)[1]])
-            return x, self._local(ids, own), weights
-        packed = pack(*self._take(x, ids, weights, batch))
+        packed = pack(*self._take(x, self._unpadded(ids, batch), weights, batch))
         gathered = self._collectives.all_gather(as_numbers(packed), "tp").view(torch.uint8)
         every, ids, weights = unpack(gathered, ids.shape[1], x.dtype)
-        return every, self._local(ids, own), weights
+        return every, self._local(ids, self._layout.ep[0]), weights
 
     def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:
-        if self._layout.group[1] == self._layout.tp:
+        if self.stays:
             return self._collectives.all_reduce(y if partial is None else y.add_(partial), "tp")
         own = self._sum_slices(y.view(self._layout.tp, self._rows, y.shape[1]), "tp")
         return self._finish(own, self._tokens, partial, y.dtype)

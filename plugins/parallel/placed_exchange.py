@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from glowplug.core.protocols import ExpertExchange
+from glowplug.core.protocols import ExpertExchange, Quantized
 from glowplug.core.step.batch import Batch
 
 #: number of ways in which tokens are dealt to the copies of an expert, a power of two. With 64, the
@@ -41,6 +41,7 @@ class PlacedExchange:
         self._experts = experts
         self._ways = WAYS if len(slots) > experts else 1
         self._slot_of = torch.tensor(slot_table(slots, experts, self._ways), device=device)
+        self.stays = getattr(exchange, "stays", False)
         self.combine = exchange.combine
 
     @property
@@ -55,6 +56,25 @@ class PlacedExchange:
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._exchange.dispatch(x, self.slots_of(ids), weights, batch)
+
+    def select(self, ids: Tensor, batch: Batch | None) -> Tensor:
+        """Return the indices of the tokens' slots on this rank; see ``ExpertExchange``."""
+        return self._exchange.select(  # type: ignore[attr-defined,no-any-return]
+            self.slots_of(ids), batch
+        )
+
+    def sends_quantized(self, input_format: str, batch: Batch) -> bool:
+        """Return whether the step's tokens are sent in the experts' input format."""
+        sends = getattr(self._exchange, "sends_quantized", None)
+        return sends is not None and bool(sends(input_format, batch))
+
+    def dispatch_quantized(
+        self, x: Quantized, ids: Tensor, weights: Tensor, batch: Batch
+    ) -> tuple[Quantized, Tensor, Tensor]:
+        """Send tokens in the experts' input format; see ``dispatch``."""
+        return self._exchange.dispatch_quantized(  # type: ignore[attr-defined,no-any-return]
+            x, self.slots_of(ids), weights, batch
+        )
 
     def slots_of(self, ids: Tensor) -> Tensor:
         """Return the slots that tokens use.

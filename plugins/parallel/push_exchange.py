@@ -29,7 +29,7 @@ class PushExchange(AllGatherExchange):
         expert_rows: ExpertRows | None,
     ) -> None:
         super().__init__(layout, collectives, device, count_load)
-        self._expert_rows = expert_rows if layout.group[1] < layout.tp else None
+        self._expert_rows = None if self.stays else expert_rows
         self._within = layout.tp // layout.ep[1]
         #: exchange of the layer that ``combine`` ends; None: all-gather
         self._pushing: ExpertRows | None = None

@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from glowplug.core.facts.model_folder import model_facts, normalise
-from glowplug.core.layers.moe import Moe, MoeSizes
+from glowplug.core.layers.gate import MoeSizes
+from glowplug.core.layers.moe import Moe
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.testing.harness.build import build_context
 from glowplug.kernels.moe.route import route

@@ -40,15 +40,30 @@ def logits_of(tensors: dict[str, Tensor], model: Model, context: BuildContext) -
     return logits
 
 
-@pytest.mark.parametrize("case", ["v2", "v3", "llama, tied, two key heads"])
-def test_norms_sum_over_the_ranks(case: str, tmp_path: Path, plugins: PluginSet) -> None:
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        ("v2", []),
+        ("v3", []),
+        ("llama, tied, two key heads", []),
+        ("v2", [{"use": "ep_moe", "size": 2}]),
+        ("v3", [{"use": "ep_moe", "size": 2}]),
+        ("v3", [{"use": "ep_moe", "size": 2, "redundant_experts": 2}]),
+    ],
+)
+def test_norms_sum_over_the_ranks(
+    case: str, more: list[dict[str, Any]], tmp_path: Path, plugins: PluginSet
+) -> None:
     name, changes = CASES[case]
     folder = write_config(tmp_path, name, **changes)
     collectives = {"use": "norm_collectives", "timeout": 30}
     found: dict[int, list[Tensor]] = {}
     tensors: dict[str, Tensor] = {}
     for size in (1, 2):
-        config = config_of(folder, size, **({"collectives": collectives} if size > 1 else {}))
+        config = config_of(folder, size)
+        if size > 1:
+            config = {**config, "collectives": collectives}
+            config["parallel"] = [*config["parallel"], *more]
         plan = rank_plan(config, plugins)
         tensors = tensors or checkpoint(plan.facts.model)
 

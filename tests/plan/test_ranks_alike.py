@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.facts.machine import read_sheet
+from glowplug.core.testing.harness.fakes import TINY_V3, write_model
 from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words
 from glowplug.plugins.collectives.peer_experts import expert_buffer_size
 from glowplug.plugins.collectives.peer_sizes import buffer_bytes, peer_sizes
@@ -32,15 +34,22 @@ def lines(plan: Any) -> dict[str, int]:
     return {line.name: line.bytes for line in plan.budget}
 
 
-def test_tensor_ranks_capture_and_end_steps_as_one_rank_does(plan_of: Any) -> None:
-    alone, ranks = plan_of(), plan_of(TP)
+@pytest.mark.parametrize(
+    "more", [(), (EP,), (EP | {"exchange": "push"},)], ids=["tp", "ep", "ep push"]
+)
+def test_ranks_with_all_tokens_capture_and_end_steps_as_one_rank_does(
+    more: tuple[dict[str, Any], ...], plan_of: Any
+) -> None:
+    alone, ranks = plan_of(), plan_of(TP, *more)
     assert ranks.choice("graphs").name == alone.choice("graphs").name == "cuda_graph"
     assert ranks.sizes.pass_tokens == alone.sizes.pass_tokens != ()
     assert ranks.sampled_last_layer and alone.sampled_last_layer
     assert ranks.expandable_segments and alone.expandable_segments
 
 
-@pytest.mark.parametrize("strategy", [DP, EP], ids=["dp", "ep"])
+@pytest.mark.parametrize(
+    "strategy", [DP, EP | {"exchange": "all_to_all_static"}], ids=["dp", "ep all-to-all"]
+)
 def test_ranks_that_exchange_tokens_capture_passes_but_no_part_of_their_own_tokens(
     strategy: dict[str, Any], plan_of: Any
 ) -> None:
@@ -50,9 +59,13 @@ def test_ranks_that_exchange_tokens_capture_passes_but_no_part_of_their_own_toke
     assert plan.sizes.short_rows == () and not plan.sampled_last_layer
 
 
-def test_ranks_that_exchange_tokens_run_the_drafts_pass_over_prompts_eagerly(plan_of: Any) -> None:
-    drafts = {"speculative": {"use": "nextn"}}
+def test_ranks_that_exchange_tokens_run_the_drafts_pass_over_prompts_eagerly(
+    plan_of: Any, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path, TINY_V3 | {"num_nextn_predict_layers": 1})
+    drafts = {"model": str(folder), "speculative": {"use": "nextn"}}
     assert plan_of(TP, **drafts).sizes.extend_tokens != ()
+    assert plan_of(TP, EP, **drafts).sizes.extend_tokens != ()
     plan = plan_of(TP, DP, **drafts)
     assert plan.sizes.extend_tokens == () != plan.sizes.pass_tokens
 

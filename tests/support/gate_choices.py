@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glowplug.core.engine.runner import Runner
-from glowplug.core.layers.moe import Gate, Moe, MoeSizes
+from glowplug.core.layers.gate import Gate, MoeSizes
+from glowplug.core.layers.moe import Moe
 from glowplug.core.step.batch import Batch
 
 Key = tuple[int, int]

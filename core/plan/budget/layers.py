@@ -201,15 +201,19 @@ class LayerBytes:
         slots = self.model.n_routed_experts + self._redundant
         return -(-slots // axis_size("ep", self.mesh))
 
+    @property
+    def _fuses_shared(self) -> bool:
+        """The shared expert is computed with the routed ones, which each rank has all of."""
+        whole = self.alike and axis_size("ep", self.mesh) == 1
+        return whole and "route" in self._ops.ops and self._scheme.fused_shared
+
     def experts(self, tokens: int) -> MemoryUse:
         """Return the memory use of a layer of routed experts, with its shared expert."""
         model = self.model
         inter = -(-model.sizes.expert_width // axis_size("moe_tp", self.mesh))
         count = self._experts_held()
         shared = model.sizes.shared_experts
-        fused_shared = (
-            shared if self.alike and "route" in self._ops.ops and self._scheme.fused_shared else 0
-        )
+        fused_shared = shared if self._fuses_shared else 0
         chosen = model.sizes.experts_per_token + fused_shared
         step = ExpertsStep(
             tokens,

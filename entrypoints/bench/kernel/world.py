@@ -17,8 +17,8 @@ from torch import Tensor
 
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.layers.decoder import DecoderLayer
+from glowplug.core.layers.gate import Gate
 from glowplug.core.layers.module import Module
-from glowplug.core.layers.moe import Gate
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet

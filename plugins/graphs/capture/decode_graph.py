@@ -200,15 +200,19 @@ class DecodeGraph:
             longest=self.shape.keys,
             agreed=StepShape(self.shape.mode, rows, rows * width),
         )
-        offsets = self.shape.offsets
-        made.positions, made.kv_slots, made.row_ids, made.kv_lens_device, padding = (
-            self._memory[at : at + length * dtype.itemsize].view(ON_DEVICE[dtype])
-            for at, (length, dtype) in zip(offsets, self.shape.fields)
-        )
-        made.padding = padding.unsqueeze(1)
+        self._set_device_fields(made)
         made.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         made.page_table = self._table
         return made
+
+    def _set_device_fields(self, batch: Batch) -> None:
+        """Set the device fields of ``batch`` that are views of the graph's memory."""
+        views = [
+            self._memory[at : at + length * dtype.itemsize].view(ON_DEVICE[dtype])
+            for at, (length, dtype) in zip(self.shape.offsets, self.shape.fields)
+        ]
+        batch.positions, batch.kv_slots, batch.row_ids, batch.kv_lens_device, padding = views
+        batch.padding = padding.unsqueeze(1)
 
     # ---- GraphPieces -----------------------------------------------------------------------------
 
@@ -267,6 +271,14 @@ class DecodeGraph:
         self._fill_pages(batch.pages, live)
         number = self._staging.take()
         held = self._held(number)
+        self._fill_held(held, live)
+        self._staging.copy(number, held.all, self._memory)
+        return own
+
+    def _fill_held(self, held: Held, live: int) -> None:
+        """Write the fields of the graph's batch, whose first ``live`` rows are no padding."""
+        own = self.batch
+        shape = self.shape
         np.add((own.kv_lens - shape.width)[:, None], self._offsets, out=held.positions)
         columns = held.positions // shape.page_size
         pages = self._pages.reshape(-1)[columns + self._first_columns]
@@ -277,8 +289,6 @@ class DecodeGraph:
         held.kv_lens[:] = own.kv_lens
         held.padding[:live] = False
         held.padding[live:] = True
-        self._staging.copy(number, held.all, self._memory)
-        return own
 
     def _held(self, number: int) -> Held:
         """Return the views of staging buffer ``number``."""
