@@ -11,6 +11,7 @@ bits would depend on the other tokens of the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,11 @@ class Exchange:
     ) -> None:
         self._layout = layout
         self._collectives = collectives
+        self._rank_ids: Callable[..., Tensor] | None = None
+        if device.startswith("cuda"):
+            from glowplug.kernels.collectives.expert_ids import rank_ids
+
+            self._rank_ids = rank_ids
         if count_load:
             # NOTE: ids of -1 are counted, too, in an extra first element: this needs neither a
             # mask nor a wait for the device
@@ -97,23 +103,18 @@ class Exchange:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's slice of its group's tokens, padded to S rows (see :meth:`_own`).
 
-        The experts of the slice's tokens are added to the load counts.
+        Padding tokens of a captured step get ids of -1. The experts of the slice's tokens are added
+        to the load counts.
         """
         part = self._slice(x.shape[0], batch)
         x = x[part]
-        ids = ids[part]
+        ids = self._chosen(ids, batch, part)[part]
         weights = weights[part]
-        self._count(ids)
         missing = self._rows - x.shape[0]
         if not missing:
             return x, ids, weights
         fill = (0, 0, 0, missing)
         return F.pad(x, fill), F.pad(ids, fill, value=-1), F.pad(weights, fill)
-
-    @staticmethod
-    def _unpadded(ids: Tensor, batch: Batch) -> Tensor:
-        """Return ids with -1 for the padding tokens of a captured step, which use no expert."""
-        return ids if batch.padding is None else ids.masked_fill(batch.padding, -1)
 
     def _count(self, ids: Tensor) -> None:
         """Add the tokens' chosen experts, ``ids``, to the load counts."""
@@ -121,14 +122,43 @@ class Exchange:
             chosen = ids.flatten() + 1
             self._counts.scatter_add_(0, chosen, self._one.expand_as(chosen))
 
-    def _local(self, ids: Tensor, share: int | Tensor) -> Tensor:
-        """Return the index of each expert id within share ``share``; -1 for experts outside it.
+    def _chosen(self, ids: Tensor, batch: Batch | None, part: slice) -> Tensor:
+        """Return ids without those of padding tokens, and count the experts of ``part``.
 
-        A share consists of the experts that one rank holds; its number is the rank's index along
-        "ep".
+        Args:
+            ids: Chosen experts of the group's tokens, int [T, K].
+            batch: The step; None: no token is padding.
+            part: The tokens whose experts this rank counts.
         """
-        local = ids - share * self._layout.held
-        return local.masked_fill_((local < 0) | (local >= self._layout.held), -1)
+        return self._converted(ids, 0, self._layout.experts, batch, part)
+
+    def _local(self, ids: Tensor) -> Tensor:
+        """Return the index of each expert id within this rank's share; -1 for other experts."""
+        held = self._layout.held
+        return self._converted(ids, self._layout.ep[0] * held, held)
+
+    def _converted(
+        self,
+        ids: Tensor,
+        first: int,
+        held: int,
+        batch: Batch | None = None,
+        part: slice = slice(0, 0),
+    ) -> Tensor:
+        """Return the indices of ids among ``held`` experts from ``first`` on; -1 for others.
+
+        Experts of the tokens ``part`` are added to the load counts.
+        """
+        padding = None if batch is None else batch.padding
+        counts = self.load if part.stop > part.start else None
+        if self._rank_ids is not None:
+            return self._rank_ids(ids, first, held, padding, counts, part)
+        if padding is not None:
+            ids = ids.masked_fill(padding, -1)
+        if counts is not None:
+            self._count(ids[part])
+        local = ids - first
+        return local.masked_fill_((ids < 0) | (local < 0) | (local >= held), -1)
 
     def _sum_slices(self, slices: Tensor, axis: str) -> Tensor:
         """Return the sum over ``axis`` of this rank's slice, float32 [S, hidden].
@@ -185,10 +215,9 @@ class AllGatherExchange(Exchange):
 
         ``ids``: chosen experts of all tokens, int [T, K].
         """
-        if batch is not None:
-            ids = self._unpadded(ids, batch)
-        self._count(ids[self._own(len(ids), len(ids))[1]])
-        return self._local(ids, self._layout.ep[0])
+        held = self._layout.held
+        part = self._own(len(ids), len(ids))[1]
+        return self._converted(ids, self._layout.ep[0] * held, held, batch, part)
 
     def dispatch(
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
@@ -196,10 +225,10 @@ class AllGatherExchange(Exchange):
         if self.stays:
             return x, self.select(ids, batch), weights
         self._tokens = x.shape[0]
-        packed = pack(*self._take(x, self._unpadded(ids, batch), weights, batch))
+        packed = pack(*self._take(x, ids, weights, batch))
         gathered = self._collectives.all_gather(as_numbers(packed), "tp").view(torch.uint8)
         every, ids, weights = unpack(gathered, ids.shape[1], x.dtype)
-        return every, self._local(ids, self._layout.ep[0]), weights
+        return every, self._local(ids), weights
 
     def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:
         if self.stays:
@@ -221,12 +250,21 @@ class StaticAllToAllExchange(Exchange):
         super().__init__(layout, collectives, device, count_load)
         self._shares = torch.arange(layout.ep[1], device=device).view(-1, 1, 1)
 
+    def _by_share(self, ids: Tensor) -> Tensor:
+        """Return the index of each expert within each share, [shares, T, K]; -1 outside it.
+
+        A share consists of the experts that one rank holds; its number is the rank's index along
+        "ep".
+        """
+        local = ids - self._shares * self._layout.held
+        return local.masked_fill_((local < 0) | (local >= self._layout.held), -1)
+
     def dispatch(
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._tokens = x.shape[0]
-        x, ids, weights = self._take(x, self._unpadded(ids, batch), weights, batch)
-        local = self._local(ids, self._shares)
+        x, ids, weights = self._take(x, ids, weights, batch)
+        local = self._by_share(ids)
         sent = x.masked_fill((local < 0).all(-1, keepdim=True), 0)
         packed = pack(sent, local, weights.expand(local.shape))
         return unpack(
@@ -249,7 +287,7 @@ class AllToAllExchange(StaticAllToAllExchange):
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._tokens = x.shape[0]
         x, ids, weights = self._take(x, ids, weights, batch)
-        local = self._local(ids, self._shares)
+        local = self._by_share(ids)
         share, self._source = (local >= 0).any(-1).nonzero(as_tuple=True)
         counts = torch.bincount(share, minlength=len(local)).unsqueeze(1)
         self._received = self._collectives.all_to_all(counts, "ep").flatten().tolist()

@@ -80,8 +80,7 @@ class PushExchange(AllGatherExchange):
         self._pushing = rows
         self._tokens = len(ids)
         part = self._slice(len(ids), batch)
-        self._ids = self._unpadded(ids, batch)[part]
-        self._count(self._ids)
+        self._ids = self._chosen(ids, batch, part)[part]
         return part
 
     def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:

@@ -18,7 +18,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels.collectives import add_norm, expert_combine, expert_dispatch, gather  # noqa: E402
+from glowplug.kernels.collectives import (  # noqa: E402
+    add_norm,
+    expert_combine,
+    expert_dispatch,
+    expert_ids,
+    gather,
+)
 from glowplug.kernels.collectives.all_reduce import RECEIVE, SEND, SUM, one_shot, two_shot  # noqa: E402
 from glowplug.kernels.collectives.buffer_sizes import buffer_words  # noqa: E402
 from glowplug.kernels.collectives.push import (  # noqa: E402
@@ -347,3 +353,28 @@ def test_rows_that_fit_fill_whole_tiles() -> None:
     assert gather.rows_that_fit(torch.empty(9, 64), buffers) == 8
     assert gather.rows_that_fit(torch.empty(9, 2000, dtype=HALF), buffers) == 0
     assert gather.rows_that_fit(torch.empty(9, 64, dtype=torch.int64), buffers) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [0, 1, 9, 300])
+@pytest.mark.parametrize("padded", [False, True])
+def test_ids_of_a_rank_are_those_of_plain_torch(
+    dtype: torch.dtype, tokens: int, padded: bool
+) -> None:
+    """Rows and padding are strided; some ids are -1, and some tokens are counted."""
+    experts, topk, first, held = 16, 6, 4, 5
+    generator = torch.Generator().manual_seed(tokens)
+    wide = torch.randint(-1, experts, (tokens, topk + 2), generator=generator).to(DEVICE, dtype)
+    ids = wide[:, :topk]
+    padding = torch.rand(tokens, 2, generator=generator).to(DEVICE)[:, :1] < 0.3 if padded else None
+    counts = torch.ones(experts, dtype=torch.int64, device=DEVICE)
+    counted = slice(1, max(1, tokens - 2))
+    found = expert_ids.rank_ids(ids, first, held, padding, counts, counted)
+    chosen = ids.long() if padding is None else ids.long().masked_fill(padding, -1)
+    inside = (chosen >= first) & (chosen < first + held)
+    assert found.tolist() == torch.where(inside, chosen - first, -1).tolist()
+    own = chosen[counted]
+    wanted = 1 + torch.bincount(own[own >= 0].flatten().cpu(), minlength=experts)
+    assert counts.tolist() == wanted.tolist()
+    without = expert_ids.rank_ids(ids, 0, experts)
+    assert torch.equal(without.long(), ids.long())

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 SCRIPT = """
 from tests.support.compiled import build
 from glowplug.kernels.collectives import (
-    add_norm, all_reduce, expert_combine, expert_dispatch, gather
+    add_norm, all_reduce, expert_combine, expert_dispatch, expert_ids, gather
 )
 
 BUFFERS = dict(peers="*i64", turns="*i32", fault="*i64", terms="*i64", sums="*i64")
@@ -37,6 +37,10 @@ for ranks in (8,):
             constants |= dict(scales=None, out_scales=None)
         build(expert_dispatch._dispatch, kinds, constants,
               num_warps=expert_dispatch.warps_for(size))
+    for given in ("*i32", "*i64"):
+        kinds = dict(ids=given, padding="*i1", counts="*i64", out="*i32")
+        build(expert_ids._rank_ids, kinds, dict(TOPK=8, BLOCK=128, BLOCK_K=8, DEPENDENT=True),
+              num_warps=4)
     kinds = dict(y="*bf16", out="*bf16", beside="*bf16", local="*i32", ids="*i64", **BUFFERS)
     constants = dict(TOPK=8, HELD=32, WITHIN=1, BESIDE=True, BLOCK=8192, BLOCK_K=8, PITCH=7424,
                      BLOCK_PITCH=8192, **common)
@@ -45,4 +49,4 @@ for ranks in (8,):
 
 
 def test_they_compile_for_hopper() -> None:
-    assert len(uninterpreted.printed("-c", SCRIPT).split()) == 2 * 4 + 1 + 3 + 1
+    assert len(uninterpreted.printed("-c", SCRIPT).split()) == 2 * 4 + 1 + 3 + 2 + 1
