@@ -77,7 +77,7 @@ class CudaGraph:
         return [
             *(
                 GraphShape.of(mode, rows, sizes)
-                for rows in reversed(self._options.sizes(sizes.max_running))
+                for rows in reversed(self._options.sizes(sizes.max_running, sizes.groups))
             ),
             *(
                 GraphShape.of(mode, rows, sizes, sizes.short_keys)

@@ -275,7 +275,7 @@ OTHERS: dict[str, tuple[str, Values]] = {
             "mesh.dp": 16,
             "attention.use": "flashinfer_mla",
             "cache.use": "none",
-            "sizes.max_running": 768,
+            "sizes.max_running": 48,
             "memory.fraction": 0.7,
             "option.collectives.timeout": 3600.0,
         },

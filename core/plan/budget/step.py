@@ -54,7 +54,7 @@ def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
         )
     )
     lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
-    lines += _collective_line(proposal, counts.step_tokens)
+    lines += _collective_line(proposal, counts.groups * counts.step_tokens)
     graphs = graph_line(proposal, counts.captured, LayerBytes(proposal).claimed)
     return [*lines, graphs] if graphs is not None else lines
 
@@ -84,7 +84,10 @@ def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
 
 
 def _collective_line(proposal: Proposal, step_tokens: int) -> list[BudgetLine]:
-    """Return the budget line of the collectives' buffers; [] if they have none."""
+    """Return the budget line of the collectives' buffers; [] if they have none.
+
+    ``step_tokens``: most tokens of a step in all dp groups.
+    """
     collectives = proposal.collectives
     if collectives is None or collectives.offers.buffer_bytes is None:
         return []
@@ -101,7 +104,7 @@ def _sampler(proposal: Proposal) -> SamplerOffers:
 
 def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
     """Return the budget line of the activations of the largest step."""
-    groups = proposal.values.mesh.get("dp", 1)
+    groups = counts.groups
     step_tokens = counts.step_tokens
     gathered = step_tokens * groups
     how = f"a step of {step_tokens} tokens"
