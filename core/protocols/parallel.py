@@ -88,18 +88,24 @@ class RequestRouter(Protocol):
     Attributes:
         group: number of this rank's group.
         leads: True: this rank reports its group's outputs to the front.
+        shares: True: the groups' caches share prefixes. The rank's builder sets it.
     """
 
     group: int
     leads: bool
+    shares: bool
 
     def owns(self, sequence: Sequence) -> bool:
         """Return whether this rank's group runs ``sequence``.
 
         The method is called once for each Submit, on every rank, in the same order. Every rank must
         make the same assignment, so the decision may use only data that all ranks have (the loads
-        of ``agree``).
+        of ``agree``). The method may set ``sequence.expected_cached``.
         """
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Forget which prefixes the groups have, because their caches were emptied."""
         ...
 
 

@@ -189,22 +189,32 @@ class StepShape:
         load: number of sequences that run or wait. In the argument of ``agree`` it counts those
             of this rank's group, in the result those of all groups (0 without groups). Steps in
             flight need not be counted, because ranks launch together.
+        pending: prompt tokens that are not computed yet; counted like ``load``.
+        context: tokens in the KV cache that running sequences use; counted like ``load``.
+        decodes: largest number of decoding rows on any rank.
+        group_tokens: number of tokens of each group, in the result of ``agree``; () without groups.
+        group_decodes: number of decoding rows of each group; () without groups.
     """
 
     mode: Mode
     rows: int
     tokens: int
     load: int = 0
+    pending: int = 0
+    context: int = 0
+    decodes: int = 0
+    group_tokens: tuple[int, ...] = ()
+    group_decodes: tuple[int, ...] = ()
 
 
 NO_WORK = StepShape(Mode.IDLE, 0, 0)  #: shape of a step without rows
 
 
-def shape_of(batch: Batch | None, load: int = 0) -> StepShape:
+def shape_of(batch: Batch | None) -> StepShape:
     """Return the shape of a rank's own batch, before the agreement."""
     if batch is None:
-        return StepShape(Mode.IDLE, 0, 0, load)
-    return StepShape(batch.mode, batch.num_rows, batch.num_tokens, load)
+        return NO_WORK
+    return StepShape(batch.mode, batch.num_rows, batch.num_tokens, decodes=batch.num_decodes)
 
 
 def idle_batch(step: int = 0) -> Batch:
