@@ -241,7 +241,8 @@ class Moe(Module):
         self.shared: Mlp | None = None
         if separate:
             self.shared = Mlp(context, shared_name, sizes.hidden, sizes.shared, reduce=False)
-        early = fused_shared > 0 and self.gate.sets_ready
+        # NOTE: experts that start before the gate has chosen could not wait for masked ids
+        early = fused_shared > 0 and self.gate.sets_ready and not context.parallel.moves_tokens
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
         self._set_input_format(context)
 
@@ -298,7 +299,7 @@ class Moe(Module):
         """Run the layer on x [T, hidden]; return [T, hidden], or terms that the next norm sums."""
         if isinstance(x, Both):
             weights, ids = self.gate.forward(x.plain)
-            return self._mixed(x.cast, ids, weights)
+            return self._mixed(x.cast, self._masked(ids, batch), weights)
         started = (
             None
             if self._start is None
@@ -308,9 +309,19 @@ class Moe(Module):
             weights, ids = self.gate.forward(x, started.ready)
             return self._summed(started.finish(ids, weights))
         weights, ids = self.gate.forward(x)
+        ids = self._masked(ids, batch)
         if self._exchange is not None:
             return self._exchanged(self._exchange, x, ids, weights, batch)
         return self._mixed(x if self._cast is None else self._cast(x), ids, weights)
+
+    def _masked(self, ids: Tensor, batch: Batch | None) -> Tensor:
+        """Replace the routed experts of the step's padding by -1 in ``ids`` [T, K]."""
+        padding = None if batch is None else batch.padding
+        if padding is not None:
+            mask = padding.own if self.exchanges else padding.gathered
+            if mask is not None:
+                ids[:, : self.gate.sizes.topk].masked_fill_(mask, -1)
+        return ids
 
     def _mixed(self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Terms:
         """Run the routed and shared experts on ``cast`` and sum the results over ranks."""

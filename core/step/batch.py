@@ -74,6 +74,10 @@ class Batch:
     tree_mask: Any = None
     #: torch int64 [N] tokens whose logits are needed; None: all tokens
     logits_index: Any = None
+    #: padding of the step; None: no expert ids are masked
+    padding: Padding | None = None
+    #: padding of the draft's passes before the step, of one token per decoding row
+    draft_padding: Padding | None = None
     #: tokens at ``logits_index`` as a step of their own, for the last layer; None: all run it
     ends: Ends | None = None
     #: own fields of parallel and speculative plugins, by plugin
@@ -107,6 +111,19 @@ class Ends:
     count: int
     tokens: torch.Tensor
     batch: Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """The tokens that only pad a step of several groups of ranks; they choose no expert.
+
+    Attributes:
+        own: bool [T, 1] of this rank's tokens; None: none of them is padding.
+        gathered: bool [groups * agreed tokens, 1] of the tokens of all groups, in order of group.
+    """
+
+    own: torch.Tensor | None
+    gathered: torch.Tensor
 
 
 @dataclass(eq=False)

@@ -129,9 +129,7 @@ class CudaGraph:
         recorder: GraphRecorder,
         report: Callable[[int], None],
     ) -> None:
-        room = max(
-            (max(shape.offsets[-1], 4 * shape.rows * shape.columns) for shape in made), default=0
-        )
+        room = max((shape.staged_bytes for shape in made), default=0)
         staging = Staging(room, self._device)
         for done, shape in enumerate(made):
             report(done)

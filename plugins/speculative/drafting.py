@@ -238,7 +238,10 @@ def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
         pages=target.pages[:count],
         first_key=FIRST_KEY,
         pieces=target.pieces,
-        agreed=StepShape(Mode.DRAFT_DECODE, agreed.rows, agreed.rows, agreed.load),
+        agreed=StepShape(
+            Mode.DRAFT_DECODE, agreed.decodes, agreed.decodes, agreed.load, decodes=agreed.decodes
+        ),
+        padding=target.draft_padding,
     )
 
 

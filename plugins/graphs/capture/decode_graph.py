@@ -7,7 +7,7 @@ their results are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, StepShape
+from glowplug.plugins.graphs.capture.padding_marks import PaddingMarks, mark_bytes
 from glowplug.plugins.graphs.capture.staging import Staging
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class GraphShape:
         keys: Number of cached tokens of the longest row that the graph can hold.
         page_size: Tokens per page.
         spare: Row of the sequence table that no sequence uses, for padding rows.
+        groups: Number of groups of ranks that step together.
     """
 
     mode: Mode
@@ -65,6 +67,7 @@ class GraphShape:
     keys: int
     page_size: int
     spare: int
+    groups: int = 1
 
     @staticmethod
     def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0) -> GraphShape:
@@ -73,7 +76,13 @@ class GraphShape:
         ``keys`` = 0: rows may be as long as the plan allows.
         """
         return GraphShape(
-            mode, rows, sizes.width, keys or sizes.positions, sizes.page_size, sizes.max_running
+            mode,
+            rows,
+            sizes.width,
+            keys or sizes.positions,
+            sizes.page_size,
+            sizes.max_running,
+            sizes.groups,
         )
 
     @property
@@ -94,6 +103,12 @@ class GraphShape:
         for length, dtype in self.fields:
             ends.append(ends[-1] + -(-length * dtype.itemsize // FIELD_ALIGNMENT) * FIELD_ALIGNMENT)
         return ends
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the largest copy to the graph's memory."""
+        marks = mark_bytes(self.rows, self.width, self.groups)
+        return max(self.offsets[-1], 4 * self.rows * self.columns, marks)
 
     @property
     def padded_length(self) -> int:
@@ -164,16 +179,26 @@ class DecodeGraph:
         self._table = torch.zeros(shape.rows, shape.columns, dtype=torch.int32, device=device)
         # the content of ``_table``
         self._pages: NDArray[np.int32] = np.zeros((shape.rows, shape.columns), np.int32)
-        self._offsets = np.arange(shape.width, dtype=np.int64)
-        self._first_columns = np.arange(shape.rows, dtype=np.int64)[:, None] * shape.columns
-        self._padding = np.tile(
-            (shape.padded_length - shape.width + self._offsets) % shape.page_size, (shape.rows, 1)
-        )
+        self._set_places()
         self._views: dict[int, Held] = {}
         self._live = 0
         self._graphs: dict[str, tuple[Callable[[], None], Any]] = {}
         self._keys: dict[str, CapturedPiece] = {}
         self.batch = self._own_batch(device)
+        self._marks: PaddingMarks | None = None
+        if shape.groups > 1:
+            self._marks = PaddingMarks(shape.rows, shape.width, shape.groups, device, staging)
+            self.batch.padding = self._marks.step
+            self.batch.draft_padding = self._marks.drafts
+
+    def _set_places(self) -> None:
+        """Set the arrays that do not depend on a step: offsets in a row, columns, padding."""
+        shape = self.shape
+        self._offsets = np.arange(shape.width, dtype=np.int64)
+        self._first_columns = np.arange(shape.rows, dtype=np.int64)[:, None] * shape.columns
+        self._padding = np.tile(
+            (shape.padded_length - shape.width + self._offsets) % shape.page_size, (shape.rows, 1)
+        )
 
     def _own_batch(self, device: torch.device) -> Batch:
         rows = self.shape.rows
@@ -191,18 +216,18 @@ class DecodeGraph:
             pages=self._pages[:, :1],
             pieces=self,
             longest=self.shape.keys,
-            agreed=StepShape(self.shape.mode, rows, rows * width),
+            agreed=StepShape(self.shape.mode, rows, rows * width, decodes=rows),
         )
-        offsets = self.shape.offsets
-        made.positions, made.kv_slots, made.row_ids, made.kv_lens_device = (
-            self._memory[at : at + length * dtype.itemsize].view(
-                torch.int64 if dtype == LONG else torch.int32
-            )
-            for at, (length, dtype) in zip(offsets, self.shape.fields)
-        )
+        made.positions, made.kv_slots, made.row_ids, made.kv_lens_device = self._device_fields()
         made.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         made.page_table = self._table
         return made
+
+    def _device_fields(self) -> Iterator[Tensor]:
+        """Yield the parts of the graph's memory, in the order of ``GraphShape.fields``."""
+        for at, (length, dtype) in zip(self.shape.offsets, self.shape.fields):
+            part = self._memory[at : at + length * dtype.itemsize]
+            yield part.view(torch.int64 if dtype == LONG else torch.int32)
 
     # ---- GraphPieces -----------------------------------------------------------------------------
 
@@ -259,6 +284,18 @@ class DecodeGraph:
             own.rows[live : self._live] = shape.spare
             own.kv_lens[live : self._live] = shape.padded_length
         self._fill_pages(batch.pages, live)
+        self._fill_numbers(live)
+        if self._marks is not None:
+            self._marks.fill(batch)
+        return own
+
+    def _fill_numbers(self, live: int) -> None:
+        """Copy positions, KV slots, rows and lengths of the own batch, whose page table is set.
+
+        ``live``: number of rows that are not padding.
+        """
+        own = self.batch
+        shape = self.shape
         number = self._staging.take()
         held = self._held(number)
         np.add((own.kv_lens - shape.width)[:, None], self._offsets, out=held.positions)
@@ -270,7 +307,6 @@ class DecodeGraph:
         held.rows[:] = own.rows
         held.kv_lens[:] = own.kv_lens
         self._staging.copy(number, held.all, self._memory)
-        return own
 
     def _held(self, number: int) -> Held:
         """Return the views of staging buffer ``number``."""
