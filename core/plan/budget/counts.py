@@ -88,7 +88,7 @@ def _shared(limit: Decision, groups: int, share: int, unit: str) -> Decision:
     how = f"{limit.value} {unit} over {groups} groups: {share} a group"
     if share * groups != limit.value:
         how += f", rounded up to {share * groups} in all"
-    return replace(limit, why=f"{limit.why}; {how}", notable=True)
+    return replace(limit, why="; ".join(filter(None, (limit.why, how))), notable=True)
 
 
 def _rows(proposal: Proposal, groups: int) -> Decision:
@@ -110,8 +110,7 @@ def _rows(proposal: Proposal, groups: int) -> Decision:
 
 def _queued(proposal: Proposal) -> Decision:
     field = "scheduler.max_queued_requests"
-    given = proposal.given(field, proposal.config.scheduler.max_queued_requests)
-    return given if given.why else replace(given, why="default")
+    return proposal.given(field, proposal.config.scheduler.max_queued_requests)
 
 
 def _chunk(proposal: Proposal) -> Decision:

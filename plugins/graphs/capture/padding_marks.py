@@ -1,7 +1,8 @@
 """Marks of the padding in a captured step of several groups of ranks.
 
 All groups replay a graph of the same size, so the rows behind the live ones of each group are
-padding. The marks tell the layers which tokens these are, so that they cost no expert work.
+padding. With the marks, layers replace the expert ids of these tokens by -1, so that they cost no
+expert work.
 """
 
 from __future__ import annotations
