@@ -340,12 +340,13 @@ class Engine:
     def _with_load(self, shape: StepShape) -> StepShape:
         """Return ``shape`` with the load of this group."""
         load = self.scheduler.load()
-        used = load.pages_total - load.pages_free - load.pages_evictable
+        free = load.pages_free + load.pages_evictable
         return replace(
             shape,
             load=load.running + load.waiting,
             pending=load.pending_tokens,
-            context=used * load.page_size,
+            context=(load.pages_total - free) * load.page_size,
+            free=free * load.page_size,
         )
 
     def _commit(self, inflight: InFlight) -> list[Outbound]:

@@ -208,6 +208,8 @@ class StepShape:
             flight need not be counted, because ranks launch together.
         pending: prompt tokens that are not computed yet; counted like ``load``.
         context: tokens in the KV cache that running sequences use; counted like ``load``.
+        free: tokens for which pages of the KV cache are free or can be evicted; counted like
+            ``load``.
         decodes: largest number of decoding rows on any rank.
         group_tokens: number of tokens of each group, in the result of ``agree``; () without groups.
         group_decodes: number of decoding rows of each group; () without groups.
@@ -219,6 +221,7 @@ class StepShape:
     load: int = 0
     pending: int = 0
     context: int = 0
+    free: int = 0
     decodes: int = 0
     group_tokens: tuple[int, ...] = ()
     group_decodes: tuple[int, ...] = ()

@@ -76,6 +76,7 @@ class DpAttention(Unsplit):
                 local.load,
                 local.pending,
                 local.context,
+                local.free,
             ],
             np.int64,
         )
@@ -83,7 +84,7 @@ class DpAttention(Unsplit):
         groups = every[self._leaders]
         mode, rows, tokens, decodes = every[:, :4].max(axis=0).tolist()
         self._router.loads = [GroupLoad(*numbers) for numbers in groups[:, 4:].tolist()]
-        load, pending, context = groups[:, 4:].sum(axis=0).tolist()
+        load, pending, context, free = groups[:, 4:].sum(axis=0).tolist()
         return StepShape(
             MODES[mode],
             rows,
@@ -91,6 +92,7 @@ class DpAttention(Unsplit):
             load,
             pending,
             context,
+            free,
             decodes,
             group_tokens=tuple(groups[:, 2].tolist()),
             group_decodes=tuple(groups[:, 3].tolist()),

@@ -40,11 +40,13 @@ class GroupLoad:
         sequences: sequences that run or wait.
         pending: prompt tokens that are not computed yet.
         context: tokens in the KV cache that running sequences use.
+        free: tokens for which pages of the KV cache are free or can be evicted.
     """
 
     sequences: int = 0
     pending: int = 0
     context: int = 0
+    free: int = 0
 
     @property
     def cost(self) -> int:
@@ -134,11 +136,11 @@ class TokenRouter:
     def __init__(self, group: int, groups: int, leads: bool, sizes: Sizes) -> None:
         self.group = group
         self.leads = leads
-        self.loads = [GroupLoad() for _ in range(groups)]
+        pool = (sizes.num_pages - 1) * sizes.page_size
+        self.loads = [GroupLoad(free=pool) for _ in range(groups)]
         self.shares = False
         self._rows = sizes.max_running
         self._admitted = sizes.max_running + sizes.max_queued
-        self._pool = (sizes.num_pages - 1) * sizes.page_size
         self._prefixes = PrefixRecord(sizes.page_size, groups * sizes.num_pages)
 
     def owns(self, sequence: Sequence) -> bool:
@@ -163,8 +165,7 @@ class TokenRouter:
         """
         load = self.loads[group]
         full = load.sequences >= self._admitted
-        needed = load.context + load.pending + missing
-        waits = load.sequences >= self._rows or needed > self._pool
+        waits = load.sequences >= self._rows or load.pending + missing > load.free
         return full, waits, load.cost + COMPUTED_WEIGHT * missing, group
 
     def forget_prefixes(self) -> None:

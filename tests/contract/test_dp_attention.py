@@ -150,8 +150,8 @@ def test_a_rank_that_is_its_own_group_holds_its_attention_whole() -> None:
 def test_groups_agree_on_the_most_of_everything(modes: list[Mode], agreed: Mode) -> None:
     """Ranks of one group give the same shape, and its load counts once."""
     own = [
-        StepShape(modes[0], 3, 40, load=5, pending=600, context=80, decodes=2),
-        StepShape(modes[1], 7, 9, load=2, pending=0, context=16, decodes=7),
+        StepShape(modes[0], 3, 40, load=5, pending=600, context=80, free=900, decodes=2),
+        StepShape(modes[1], 7, 9, load=2, pending=0, context=16, free=964, decodes=7),
     ]
     found = each(
         {"tp": 4, "dp": 2},
@@ -164,11 +164,12 @@ def test_groups_agree_on_the_most_of_everything(modes: list[Mode], agreed: Mode)
         load=7,
         pending=600,
         context=96,
+        free=1864,
         decodes=7,
         group_tokens=(40, 9),
         group_decodes=(2, 7),
     )
-    assert found == [(shape, [GroupLoad(5, 600, 80), GroupLoad(2, 0, 16)])] * 4
+    assert found == [(shape, [GroupLoad(5, 600, 80, 900), GroupLoad(2, 0, 16, 964)])] * 4
 
 
 def sequence(id: int) -> Sequence:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -56,8 +56,9 @@ class Ranks:
         return owners[0]
 
     def agree(self, loads: list[GroupLoad]) -> None:
+        """Agree on ``loads``; pages are free without end where none are stated."""
         for router in self.routers:
-            router.loads = [GroupLoad(**vars(load)) for load in loads]
+            router.loads = [replace(load, free=load.free or 1 << 40) for load in loads]
 
     @property
     def loads(self) -> list[GroupLoad]:
@@ -127,8 +128,8 @@ def test_a_request_goes_where_it_need_not_wait_for_a_row() -> None:
 
 
 def test_a_request_goes_where_it_need_not_wait_for_pages() -> None:
-    every = ranks(2, num_pages=1001)
-    every.agree([GroupLoad(sequences=1, context=3950), GroupLoad(sequences=9, context=2000)])
+    every = ranks(2)
+    every.agree([GroupLoad(sequences=1, free=50), GroupLoad(sequences=9, free=2000)])
     assert every.route(tokens(1, 100)) == 1
     assert every.route(tokens(2, 20)) == 0
 
@@ -173,9 +174,9 @@ def test_a_router_notes_how_much_of_a_prompt_is_expected_in_the_cache() -> None:
     router.shares = True
     first, second = request(tokens(1, 42)), request(tokens(1, 42))
     assert router.owns(first) and first.expected_cached == 0
-    router.loads = [GroupLoad(), GroupLoad()]
+    router.loads = [GroupLoad(free=4000), GroupLoad(free=4000)]
     assert router.owns(second) and second.expected_cached == 40
-    assert router.loads[0] == GroupLoad(sequences=1, pending=2)
+    assert router.loads[0] == GroupLoad(sequences=1, pending=2, free=4000)
 
 
 @pytest.mark.parametrize("salt", ["a", "b"])
@@ -257,7 +258,9 @@ def test_all_ranks_choose_the_same_group(steps: list[tuple]) -> None:  # type: i
             )
         elif step[0] == "agree":
             rows, pending, context = step[1][:3], step[1][3:6], step[1][6:]
-            every.agree([GroupLoad(a, 50 * b, 9 * c) for a, b, c in zip(rows, pending, context)])
+            every.agree(
+                [GroupLoad(a, 50 * b, 9 * c, 40 * b) for a, b, c in zip(rows, pending, context)]
+            )
         else:
             for router in every.routers:
                 router.forget_prefixes()

@@ -102,12 +102,15 @@ def run(
         before = [_written(engine) for engine in ranks.engines]
         heard = ranks.run([submit(id, prompt, 12) for id, prompt in prompts.items()])
         ranks.check_idle()
+        ranks_info = ranks.control("info").data.get("ranks", [])
+        loads = [rank.get("expert_load", {}) for rank in ranks_info]
         return {
             "tokens": {id: list(one.tokens) for id, one in heard.items()},
             "drafted": sum(stats.drafted_tokens for stats in ranks.stats.values()),
             "accepted": sum(stats.accepted_tokens for stats in ranks.stats.values()),
             "pairs": pairs.count,
             "written": [_written(engine) - old for engine, old in zip(ranks.engines, before)],
+            "load": sum(sum(counts) for load in loads for counts in load.values()),
             "steps": [ranks.stats[group].steps for group in sorted(ranks.stats)],
         }
 
@@ -152,6 +155,8 @@ def test_padding_costs_no_expert_work_and_changes_no_result(
         assert found[same] == alone[same], same
     assert found["pairs"] == COPIES.get(layout, 1) * alone["pairs"]
     assert min(found["steps"]) > 0, "both groups had requests"
+    if "ep" in layout:
+        assert found["load"] == alone["pairs"], "padding is not counted as load of the experts"
 
 
 @pytest.mark.parametrize("replays", [False, True], ids=["eager", "replayed"])

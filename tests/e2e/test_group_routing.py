@@ -106,7 +106,7 @@ def test_loads_are_equal_on_all_ranks_and_end_at_nothing(
         ranks.turn()
         for engine in ranks.engines:
             assert engine._router is not None
-            assert engine._router.loads == [GroupLoad()] * dp  # type: ignore[attr-defined]
+            assert engine._router.loads == [GroupLoad(free=1024)] * dp  # type: ignore[attr-defined]
 
 
 def test_the_load_counts_prompt_tokens_that_wait_or_are_not_computed(
