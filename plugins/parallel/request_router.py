@@ -90,16 +90,19 @@ class PrefixRecord:
 
     def matched(self, keys: Seq[bytes], groups: int) -> list[int]:
         """Return the number of leading tokens of a prompt that each group has, by group."""
-        found = [0] * groups
+        found = [len(keys)] * groups  # in blocks
         having = (1 << groups) - 1
-        for blocks, key in enumerate(keys, 1):
-            having &= self._groups.get(key, 0)
+        for blocks, key in enumerate(keys):
+            still = having & self._groups.get(key, 0)
+            if still == having:
+                continue
+            for group in range(groups):
+                if (having & ~still) >> group & 1:
+                    found[group] = blocks
+            having = still
             if not having:
                 break
-            for group in range(groups):
-                if having >> group & 1:
-                    found[group] = blocks * self._block
-        return found
+        return [blocks * self._block for blocks in found]
 
     def add(self, keys: Seq[bytes], group: int) -> None:
         """Record that ``group`` gets a prompt with these keys."""
