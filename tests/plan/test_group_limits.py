@@ -52,6 +52,7 @@ def lines(plan: EnginePlan) -> dict[str, int]:
         (64, 16, "64 requests over 4 groups: 16 a group"),
         (10, 3, "10 requests over 4 groups: 3 a group, rounded up to 12 in all"),
         (2, 1, "2 requests over 4 groups: 1 a group, rounded up to 4 in all"),
+        (1, 1, "1 request over 4 groups: 1 a group, rounded up to 4 in all"),
     ],
 )
 def test_given_limits_mean_the_whole_engine(planned: Any, limit: int, share: int, why: str) -> None:
@@ -70,7 +71,7 @@ def test_given_limits_mean_the_whole_engine(planned: Any, limit: int, share: int
         assert (found.value, found.by, found.notable) == (limit, "operator", True)
         assert found.why.endswith(why)
     chunk = decision(plan, "scheduler.chunk_size")
-    assert chunk.value == limit and chunk.why.endswith(why.replace("requests", "tokens"))
+    assert chunk.value == limit and chunk.why.endswith(why.replace("request", "token"))
 
 
 def test_the_brief_plan_states_both_numbers(planned: Any) -> None:

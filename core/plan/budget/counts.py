@@ -64,9 +64,9 @@ def decide_counts(proposal: Proposal) -> Counts:
         expandable_segments=segments is not None and segments.value,
         captured=captured,
         decisions=(
-            _shared(rows, groups, row_share, "requests"),
-            _shared(chunk, groups, chunk_share, "tokens"),
-            *([_shared(queued, groups, queue_share, "requests")] if groups > 1 else []),
+            _shared(rows, groups, row_share, "request"),
+            _shared(chunk, groups, chunk_share, "token"),
+            *([_shared(queued, groups, queue_share, "request")] if groups > 1 else []),
             page_size,
             *([segments] if segments is not None else []),
             *captured_decisions(proposal, captured, row_share, step_tokens),
@@ -81,11 +81,11 @@ def _shared(limit: Decision, groups: int, share: int, unit: str) -> Decision:
         limit: the decision.
         groups: number of dp groups.
         share: the limit of one group.
-        unit: what the limit counts.
+        unit: what the limit counts, in the singular.
     """
     if groups == 1:
         return limit
-    how = f"{limit.value} {unit} over {groups} groups: {share} a group"
+    how = f"{limit.value} {unit}{'s' * (limit.value != 1)} over {groups} groups: {share} a group"
     if share * groups != limit.value:
         how += f", rounded up to {share * groups} in all"
     return replace(limit, why="; ".join(filter(None, (limit.why, how))), notable=True)
