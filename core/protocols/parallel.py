@@ -59,7 +59,7 @@ class ExpertExchange(Protocol):
 
         Args:
             x: [T, hidden].
-            ids: chosen experts, int64 [T, K].
+            ids: chosen experts, int64 [T, K]; -1 for padding of the step.
             weights: float32 [T, K].
             batch: the step.
 

@@ -153,9 +153,13 @@ def s0_hardware(card_gib: int) -> HardwareFacts:
 
 
 @pytest.mark.parametrize("card_gib", [96, 140])
+@pytest.mark.parametrize("speculative", [{"use": "none"}, {"use": "nextn", "steps": 1}])
 @pytest.mark.parametrize("ep", [0, 16])
-def test_s0_with_768_requests_over_16_groups_fits(planned: Any, ep: int, card_gib: int) -> None:
-    """The rows of S0 that ran out of memory: R1 on 2 x 8 GPUs, with and without expert parallelism.
+def test_s0_with_768_requests_over_16_groups_fits(
+    planned: Any, ep: int, speculative: dict[str, Any], card_gib: int
+) -> None:
+    """The rows of S0 that ran out of memory: R1 on 2 x 8 GPUs, with and without expert parallelism
+    and drafts.
 
     S0's GPUs have 96 GB. Every group holds 48 sequences of the longest length at once.
     """
@@ -168,6 +172,7 @@ def test_s0_with_768_requests_over_16_groups_fits(planned: Any, ep: int, card_gi
             context_length=S0_TOKENS,
             scheduler={"max_running_requests": S0_REQUESTS},
             graphs={"use": "cuda_graph"},
+            speculative=speculative,
         ),
         hardware=s0_hardware(card_gib),
     )
