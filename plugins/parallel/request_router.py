@@ -30,6 +30,7 @@ CONTEXT_TOKENS = 16
 #: weight of the prompt tokens to compute: they delay the request itself and all that follow it
 COMPUTED_WEIGHT = 2
 KEY_BYTES = 8  #: bytes of a block's key
+BLOCKS_MAX = 1 << 17  #: most blocks that are recorded, in 20 MB of each rank's host memory
 
 
 @dataclass
@@ -144,7 +145,7 @@ class TokenRouter:
         self.shares = False
         self._rows = sizes.max_running
         self._admitted = sizes.max_running + sizes.max_queued
-        self._prefixes = PrefixRecord(sizes.page_size, groups * sizes.num_pages)
+        self._prefixes = PrefixRecord(sizes.page_size, min(groups * sizes.num_pages, BLOCKS_MAX))
 
     def owns(self, sequence: Sequence) -> bool:
         """Choose the group of a request, and return whether this rank belongs to the group."""

@@ -15,6 +15,7 @@ from glowplug.core.step.request import Admission, SamplingParams, Sequence
 from glowplug.core.testing.harness.plans import sizes
 from glowplug.plugins.parallel.request_router import (
     ANSWER_TOKENS,
+    BLOCKS_MAX,
     COMPUTED_WEIGHT,
     GroupLoad,
     PrefixRecord,
@@ -218,6 +219,12 @@ def test_the_record_is_bounded_and_keeps_beginnings_longest() -> None:
     longer = record.keys(tokens(500, 100 * BLOCK), "")
     record.add(longer, 0)
     assert len(record) == 50 and record.matched(longer, 1) == [50 * BLOCK]
+
+
+def test_a_large_cache_does_not_make_the_record_larger() -> None:
+    router = TokenRouter(0, 16, True, sizes(num_pages=100_000))
+    assert router._prefixes._most == BLOCKS_MAX < 16 * 100_000
+    assert TokenRouter(0, 4, True, sizes(num_pages=100))._prefixes._most == 400
 
 
 def test_the_whole_prompt_up_to_the_last_token_is_compared() -> None:
