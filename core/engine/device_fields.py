@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.step.batch import Batch
+from glowplug.core.step.batch import Batch, Padding, StepShape
 from glowplug.core.step.sampled_last_layer import HostEnds
 
 
@@ -64,6 +65,40 @@ def logits_index(batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int64] |
     )
 
 
+def group_counts(batch: Batch) -> NDArray[np.int64] | None:
+    """Return the tokens of each group, then the decoding rows of each, int64 [2 * groups].
+
+    None if no group has fewer than the others, so that no tokens are padding.
+    """
+    shape = batch.agreed
+    if shape is None or len(set(shape.group_tokens)) < 2 and len(set(shape.group_decodes)) < 2:
+        return None
+    return np.array(shape.group_tokens + shape.group_decodes, np.int64)
+
+
+def set_padding(batch: Batch, shape: StepShape, counts: Tensor) -> None:
+    """Set the padding of ``batch`` and of the draft's passes before it.
+
+    Args:
+        batch: the batch.
+        shape: the shape on which the groups have agreed.
+        counts: a copy of ``group_counts`` on the device.
+    """
+    tokens, decodes = counts.view(2, -1)
+    batch.padding = Padding(None, _behind(tokens, shape.tokens))
+    if shape.decodes:
+        batch.draft_padding = Padding(None, _behind(decodes, shape.decodes))
+
+
+def _behind(counts: Tensor, most: int) -> Tensor:
+    """Return which of ``most`` places of each group are not among its first ones.
+
+    ``counts``: number of these first places, int64 [groups]. The result is bool [groups * most, 1].
+    """
+    places = torch.arange(most, device=counts.device)
+    return (places >= counts[:, None]).view(-1, 1)
+
+
 def host_arrays(
     batch: Batch,
     kv_lens: NDArray[np.int32],
@@ -95,6 +130,10 @@ def host_arrays(
         arrays.append(wanted)
     if ends is not None:
         arrays += ends.parts()
+    counts = group_counts(batch)
+    if counts is not None:
+        assert ends is None, "ranks that exchange tokens run the last layer for all of them"
+        arrays.append(counts)
     return arrays
 
 
@@ -118,3 +157,6 @@ def set_device_fields(
     batch.page_table = views[6].view(batch.pages.shape)
     batch.logits_index = views[7] if indexed else None
     batch.ends = None if ends is None else ends.on_device(batch.step, views[8:])
+    if len(views) > 7 + indexed and ends is None:
+        assert batch.agreed is not None
+        set_padding(batch, batch.agreed, views[-1])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from glowplug.core.engine.controls import ControlHandler, RankControls
@@ -27,7 +28,7 @@ from glowplug.core.errors import RequestError
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Collectives, Scheduler
 from glowplug.core.protocols.parallel_stack import ParallelStack
-from glowplug.core.step.batch import Batch, idle_batch, shape_of
+from glowplug.core.step.batch import Batch, StepShape, idle_batch, shape_of
 from glowplug.core.step.messages import (
     Abort,
     Finished,
@@ -247,6 +248,8 @@ class Engine:
         idle = self.scheduler.load().running == 0
         if not self.controls.everywhere(idle) or not self.scheduler.flush():
             raise RequestError("requests are running; the cache can be flushed only when idle")
+        if self._router is not None:
+            self._router.forget_prefixes()
         return {}
 
     # ---- one step --------------------------------------------------------------------------------
@@ -316,9 +319,8 @@ class Engine:
 
         A rank without work gets an idle batch if another rank has work, else None.
         """
-        shape = self.parallel.agree(
-            shape_of(batch, 0 if self._router is None else self._own_load())
-        )
+        own = shape_of(batch)
+        shape = self.parallel.agree(own if self._router is None else self._with_load(own))
         self._load = shape.load
         if batch is None and shape.mode is not Mode.IDLE:
             batch = idle_batch()
@@ -335,9 +337,17 @@ class Engine:
         else:
             self._timer.launch()
 
-    def _own_load(self) -> int:
+    def _with_load(self, shape: StepShape) -> StepShape:
+        """Return ``shape`` with the load of this group."""
         load = self.scheduler.load()
-        return load.running + load.waiting
+        free = load.pages_free + load.pages_evictable
+        return replace(
+            shape,
+            load=load.running + load.waiting,
+            pending=load.pending_tokens,
+            context=(load.pages_total - free) * load.page_size,
+            free=free * load.page_size,
+        )
 
     def _commit(self, inflight: InFlight) -> list[Outbound]:
         """Wait for a step, commit it, and return its outputs; an idle step has none."""

@@ -69,6 +69,11 @@ def group(axis: str, rank: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(peer for peer, at in peers if at[kept] == own[kept])
 
 
+def group_share(count: int, mesh: Mapping[str, int]) -> int:
+    """Return each dp group's share of a limit ``count`` of the whole engine, rounded up."""
+    return -(-count // mesh.get("dp", 1))
+
+
 def deal(full: int, parts: int, index: int, block: int = 1) -> tuple[int, int]:
     """Return (start, size) of part number ``index`` when ``full`` elements are split into parts.
 

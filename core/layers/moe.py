@@ -139,7 +139,8 @@ class Moe(Module):
         self.shared: Mlp | None = None
         if separate:
             self.shared = Mlp(context, shared_name, sizes.hidden, sizes.shared, reduce=False)
-        early = fused_shared > 0 and self.gate.sets_ready
+        # NOTE: experts that start before the gate has chosen could not wait for masked ids
+        early = fused_shared > 0 and self.gate.sets_ready and not context.parallel.moves_tokens
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
         self._set_input_format(context)
 
@@ -151,6 +152,7 @@ class Moe(Module):
             self._select = None
         self._exchange = found if self._select is None else None
         self.exchanges = self._exchange is not None
+        self._masks = not getattr(found, "masks_padding", False)
         stays = not (self.exchanges or context.parallel.moves_tokens)
         # the results go straight to the next norm, which sums them over the ranks
         self._in_norm = stays and context.sums_in_norm
@@ -200,7 +202,7 @@ class Moe(Module):
         """Run the layer on x [T, hidden]; return [T, hidden], or terms that the next norm sums."""
         if isinstance(x, Both):
             weights, ids = self.gate.forward(x.plain)
-            return self._mixed(x.cast, ids, weights, batch)
+            return self._mixed(x.cast, self._masked(ids, batch), weights, batch)
         started = (
             None
             if self._start is None
@@ -210,9 +212,22 @@ class Moe(Module):
             weights, ids = self.gate.forward(x, started.ready)
             return self._summed(started.finish(ids, weights))
         weights, ids = self.gate.forward(x)
+        ids = self._masked(ids, batch)
         if self._exchange is not None:
             return self._exchanged(self._exchange, x, ids, weights, batch)
         return self._mixed(x if self._cast is None else self._cast(x), ids, weights, batch)
+
+    def _masked(self, ids: Tensor, batch: Batch | None) -> Tensor:
+        """Replace the routed experts of the step's padding by -1 in ``ids`` [T, K].
+
+        The exchange may do so itself.
+        """
+        padding = None if batch is None or not self._masks else batch.padding
+        if padding is not None:
+            mask = padding.own if self.exchanges else padding.gathered
+            if mask is not None:
+                ids[:, : self.gate.sizes.topk].masked_fill_(mask, -1)
+        return ids
 
     def _mixed(
         self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor, batch: Batch | None

@@ -88,7 +88,10 @@ class BudgetLine:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that the engine runs with, in tokens unless stated otherwise."""
+    """The sizes that the engine runs with, in tokens unless stated otherwise.
+
+    With data-parallel attention, rows, queue, tokens of a step and pages are those of each group.
+    """
 
     context_length: int  #: longest sequence, including prompt and output
     max_running: int  #: rows of the sequence table
@@ -98,6 +101,7 @@ class Sizes:
     page_size: int  #: tokens per page
     num_pages: int  #: pages of the KV pool, including the scratch page 0
     kv_bytes: int  #: bytes of the KV pool on each rank
+    groups: int = 1  #: groups of ranks with requests of their own (data-parallel attention)
     width: int = 1  #: tokens per decoding row and step: 1 plus the drafted tokens
     draft_layers: int = 0  #: layers of the KV pool for a draft model, after the model's own
     #: positions after a step's tokens for which rows have pages, because the draft writes there
@@ -115,6 +119,11 @@ class Sizes:
     short_keys: int = 0  #: most keys of the short rows for which attention has a faster kernel
     #: batch sizes, ascending, for which a second graph is captured with this kernel
     short_rows: tuple[int, ...] = ()
+
+    @property
+    def max_admitted(self) -> int:
+        """Most sequences that run and wait in all groups together."""
+        return self.groups * (self.max_running + self.max_queued)
 
     @property
     def positions(self) -> int:

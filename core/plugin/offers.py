@@ -357,8 +357,8 @@ class CollectiveOffers(Offers):
             memory does not have.
         sums_in_norm: sums over the ranks are computed by the next norm, and so are the sums of
             ``Parts`` before them.
-        buffer_bytes: function from the mesh, the hidden size and the most tokens of a step to the
-            bytes of its buffers on a device; None for none.
+        buffer_bytes: function from the mesh, the hidden size and the most tokens of a step (in all
+            dp groups) to the bytes of its buffers on a device; None for none.
         expert_rows: it has the method ``expert_rows``, through which tokens go only to the ranks of
             their experts.
     """

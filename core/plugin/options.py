@@ -155,13 +155,15 @@ class SchedulerOptions(Options):
     """Options common to all schedulers."""
 
     max_running_requests: int | None = Field(
-        None, ge=1, le=65536, description="most running sequences; None: from memory"
+        None, ge=1, le=65536, description="most running sequences of the engine; None: from memory"
     )
     max_queued_requests: int = Field(
-        1024, ge=0, description="most waiting sequences; further requests are answered 429"
+        1024,
+        ge=0,
+        description="most waiting sequences of the engine; further ones are answered 429",
     )
     chunk_size: int | None = Field(
-        None, ge=1, description="most prompt tokens per step; None: the plan decides"
+        None, ge=1, description="most prompt tokens of a step of the engine; None: the plan decides"
     )
     overlap: bool | None = Field(
         None,
@@ -188,11 +190,10 @@ class GraphOptions(Options):
         "None: if steps are captured",
     )
 
-    def sizes(self, rows: int) -> tuple[int, ...]:
+    def sizes(self, rows: int, groups: int = 1) -> tuple[int, ...]:
         """Return the batch sizes to capture in ascending order; () without capture.
 
-        Args:
-            rows: most running sequences.
+        ``rows``: most running sequences of a dp group. Given batch sizes are divided by ``groups``.
         """
         return ()
 
@@ -276,7 +277,7 @@ OPTION_BASES: dict[str, type[Options]] = {
 class MemoryOptions(Section):
     """Overrides of the memory plan; normally none is set."""
 
-    kv_tokens: int | None = Field(None, ge=1, description="tokens in the KV pool")
+    kv_tokens: int | None = Field(None, ge=1, description="tokens in each dp group's KV pool")
     kv_bytes: int | None = Field(None, ge=1, description="bytes of the KV pool on each rank")
     fraction: float | None = Field(
         None,

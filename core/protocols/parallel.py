@@ -49,7 +49,9 @@ class ExpertExchange(Protocol):
     An exchange with the attribute ``stays`` = True moves no tokens, because every rank has all of
     them. Then ``select(ids, batch)`` takes the place of ``dispatch``. It returns the ids of the
     experts on this rank, -1 for others, and the layer sums its results over the axes of its shards.
-    ``batch`` may be None if no token is padding.
+    ``batch`` may be None if no token is padding. An exchange with the attribute ``masks_padding`` =
+    True receives the ids of the tokens of ``batch.padding.own`` as the gate has chosen them, and
+    treats them as -1; others receive -1.
 
     Two further methods are optional. ``sends_quantized(input_format, batch) -> bool`` returns
     whether the step's tokens can be sent in the experts' input format. Then
@@ -72,7 +74,7 @@ class ExpertExchange(Protocol):
 
         Args:
             x: [T, hidden].
-            ids: chosen experts, int64 [T, K].
+            ids: chosen experts, int64 [T, K]; -1 for padding of the step.
             weights: float32 [T, K].
             batch: the step.
 
@@ -160,18 +162,24 @@ class RequestRouter(Protocol):
     Attributes:
         group: number of this rank's group.
         leads: True: this rank reports its group's outputs to the front.
+        shares: True: the groups' caches share prefixes. The rank's builder sets it.
     """
 
     group: int
     leads: bool
+    shares: bool
 
     def owns(self, sequence: Sequence) -> bool:
         """Return whether this rank's group runs ``sequence``.
 
         The method is called once for each Submit, on every rank, in the same order. Every rank must
         make the same assignment, so the decision may use only data that all ranks have (the loads
-        of ``agree``).
+        of ``agree``). The method may set ``sequence.expected_cached``.
         """
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Forget which prefixes the groups have, because their caches were emptied."""
         ...
 
 

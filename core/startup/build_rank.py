@@ -142,9 +142,11 @@ class RankBuilder:
         """Bind the scheduler and return the engine around it and the runner."""
         scheduler = self.component("scheduler")
         policy = self.component("policy")
-        scheduler.bind(
-            runner.table, PageAllocator(self.plan.sizes.num_pages), self.component("cache"), policy
-        )
+        cache = self.component("cache")
+        scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), cache, policy)
+        router = context.parallel.router()
+        if router is not None:
+            router.shares = cache.shares
         return Engine(
             scheduler=scheduler,
             runner=runner,

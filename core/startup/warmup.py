@@ -10,6 +10,7 @@ The largest admitted steps are run to measure memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.plugin.byte_costs import ROUND_TOKENS
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import RequestRouter
-from glowplug.core.step.batch import Batch, idle_batch, shape_of
+from glowplug.core.step.batch import Batch, StepShape, idle_batch, shape_of
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams, Sequence
 
 #: tokens of the longest self-test prefill; a longer one adds only arithmetic, no first-use cost
@@ -71,11 +72,16 @@ def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = Non
         GlowplugError: a step's logits are not finite.
     """
     for make_batch in (_short_prefill, _prefill, _decode):
-        batch = make_batch(plan)
-        _run(runner, batch, batch)
+        _run(runner, make_batch(plan))
     if router is not None:
         busy = _decode(plan, step=2)
-        _run(runner, busy if router.group == 0 else idle_batch(), busy)
+        others = (0,) * (plan.sizes.groups - 1)
+        shape = replace(
+            shape_of(busy),
+            group_tokens=(busy.num_tokens, *others),
+            group_decodes=(busy.num_decodes, *others),
+        )
+        _run(runner, busy if router.group == 0 else idle_batch(), shape)
 
 
 def most_tokens(runner: Runner, plan: EnginePlan) -> None:
@@ -119,7 +125,7 @@ def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], ca
     batch.kv_lens[0] += cached
     batch.samples[:] = False
     batch.next_ids = np.zeros(len(lengths), np.int32)
-    _run(runner, batch, batch)
+    _run(runner, batch)
 
 
 def most_captured(runner: Runner, plan: EnginePlan, batch_sizes: Iterable[int]) -> None:
@@ -244,7 +250,7 @@ def _run_joined(runner: Runner, batch: Batch, params: SamplingParams) -> None:
         for row in batch.rows
     ]
     try:
-        _run(runner, batch, batch)
+        _run(runner, batch)
     finally:
         for row in batch.rows:
             runner.sampler.leave(int(row))
@@ -261,21 +267,21 @@ def _score_prompt(runner: Runner, plan: EnginePlan) -> None:
     kept = table[0]
     table[0] = Sequence(id=-1, prompt=batch.prompt_ids, params=params)
     try:
-        _run(runner, batch, batch)
+        _run(runner, batch)
     finally:
         table[0] = kept
 
 
-def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
+def _run(runner: Runner, batch: Batch, agreed: StepShape | None = None) -> None:
     """Run one step and check its logits.
 
     Args:
-        widest: the batch that the rank with the most work runs in this step.
+        agreed: the shape of the step on all ranks; None: that of ``batch``, which all ranks run.
 
     Raises:
         GlowplugError: the logits are not finite.
     """
-    batch.agreed = shape_of(widest)
+    batch.agreed = agreed or shape_of(batch)
     if runner.launch(batch).wait().bad.any():
         raise GlowplugError(
             "self-test: the model's logits are not finite (NaN or all -inf) in a "

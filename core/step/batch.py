@@ -72,10 +72,12 @@ class Batch:
     page_table: Any = None  #: torch int32 [B, P]
     #: torch int64 [D, W], bit j of a token: it attends to its row's own token j; None: causal
     tree_mask: Any = None
-    #: torch bool [T, 1], True for the padding tokens of a captured step; None: there are none
-    padding: Any = None
     #: torch int64 [N] tokens whose logits are needed; None: all tokens
     logits_index: Any = None
+    #: padding of the step; None: no expert ids are masked
+    padding: Padding | None = None
+    #: padding of the draft's passes before the step, of one token per decoding row
+    draft_padding: Padding | None = None
     #: tokens at ``logits_index`` as a step of their own, for the last layer; None: all run it
     ends: Ends | None = None
     #: own fields of parallel and speculative plugins, by plugin
@@ -109,6 +111,19 @@ class Ends:
     count: int
     tokens: torch.Tensor
     batch: Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """The tokens that only pad a step of several groups of ranks; they choose no expert.
+
+    Attributes:
+        own: bool [T, 1] of this rank's tokens; None: none of them is padding.
+        gathered: bool [groups * agreed tokens, 1] of the tokens of all groups, in order of group.
+    """
+
+    own: torch.Tensor | None
+    gathered: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -191,22 +206,35 @@ class StepShape:
         load: number of sequences that run or wait. In the argument of ``agree`` it counts those
             of this rank's group, in the result those of all groups (0 without groups). Steps in
             flight need not be counted, because ranks launch together.
+        pending: prompt tokens that are not computed yet; counted like ``load``.
+        context: tokens in the KV cache that running sequences use; counted like ``load``.
+        free: tokens for which pages of the KV cache are free or can be evicted; counted like
+            ``load``.
+        decodes: largest number of decoding rows on any rank.
+        group_tokens: number of tokens of each group, in the result of ``agree``; () without groups.
+        group_decodes: number of decoding rows of each group; () without groups.
     """
 
     mode: Mode
     rows: int
     tokens: int
     load: int = 0
+    pending: int = 0
+    context: int = 0
+    free: int = 0
+    decodes: int = 0
+    group_tokens: tuple[int, ...] = ()
+    group_decodes: tuple[int, ...] = ()
 
 
 NO_WORK = StepShape(Mode.IDLE, 0, 0)  #: shape of a step without rows
 
 
-def shape_of(batch: Batch | None, load: int = 0) -> StepShape:
+def shape_of(batch: Batch | None) -> StepShape:
     """Return the shape of a rank's own batch, before the agreement."""
     if batch is None:
-        return StepShape(Mode.IDLE, 0, 0, load)
-    return StepShape(batch.mode, batch.num_rows, batch.num_tokens, load)
+        return NO_WORK
+    return StepShape(batch.mode, batch.num_rows, batch.num_tokens, decodes=batch.num_decodes)
 
 
 def idle_batch(step: int = 0) -> Batch:

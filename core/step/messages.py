@@ -125,6 +125,8 @@ class Stats(msgspec.Struct, array_like=True):
     """Gauges, and counters since the start, for /metrics and the log line.
 
     Attributes:
+        pending_tokens: prompt tokens of running and waiting sequences that are not computed yet;
+            of waiting sequences without those that are expected to be cached.
         prefix_queries: look-ups in the prefix cache, one per admission.
         prefix_hits: look-ups that found a prefix.
         prefix_query_tokens: prompt tokens looked up at a first admission.
@@ -137,6 +139,7 @@ class Stats(msgspec.Struct, array_like=True):
 
     running: int = 0
     waiting: int = 0
+    pending_tokens: int = 0
     pages_total: int = 0
     pages_free: int = 0
     pages_evictable: int = 0

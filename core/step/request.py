@@ -218,6 +218,8 @@ class Sequence:
         arrival: monotonic time of the sequence's arrival at the engine, in seconds.
         output: committed output token ids.
         row: row in the sequence table while running, else -1.
+        expected_cached: prompt tokens that the prefix cache probably has, as far as the request
+            router knows.
         cached_tokens: prompt tokens found in the prefix cache at first admission.
         preemptions: number of times it was preempted.
         stop_ids: token ids that end the sequence (eos unless ignored, and ``stop_token_ids``).
@@ -233,6 +235,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     output: list[int] = field(default_factory=list)
     row: int = -1
+    expected_cached: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     started: float | None = None

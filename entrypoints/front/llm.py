@@ -297,7 +297,7 @@ class LLM:
         waiting = deque(chain.from_iterable(map(_choices, results, checked)))
         running: dict[Stream, Completion] = {}
         box: list[StreamDelta] = []
-        max_submitted = self.plan.sizes.max_running + self.plan.sizes.max_queued
+        max_submitted = self.plan.sizes.max_admitted
         try:
             while waiting or running:
                 while waiting and len(running) < max_submitted:

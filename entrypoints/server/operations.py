@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from glowplug import __version__
 from glowplug.core.errors import EngineDead, RequestError
 from glowplug.core.facts.expert_load import recorded_load
-from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.step.request import Admission, SamplingParams
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.errors import Unavailable, sanitise
@@ -131,7 +132,8 @@ def _plan_info(plan: EnginePlan) -> dict[str, Any]:
         "kv_dtype": plan.kv_dtype,
         "device": plan.device,
         "overlap": plan.overlap,
-        "sizes": sizes,
+        "sizes": whole_engine(sizes),
+        "group_sizes": sizes if sizes.groups > 1 else None,
         "mesh": plan.mesh,
         "choices": {
             choice.slot: ", ".join(held.name for held in plan.choices_in(choice.slot))
@@ -152,6 +154,17 @@ def _plan_info(plan: EnginePlan) -> dict[str, Any]:
         "plugin_fingerprint": plan.plugin_fingerprint,
         "max_total_num_tokens": sizes.num_pages * sizes.page_size * plan.mesh.get("dp", 1),
     }
+
+
+def whole_engine(sizes: Sizes) -> Sizes:
+    """Return ``sizes`` with the limits of all dp groups together; pages stay those of one rank."""
+    return replace(
+        sizes,
+        max_running=sizes.groups * sizes.max_running,
+        max_queued=sizes.groups * sizes.max_queued,
+        max_step_tokens=sizes.groups * sizes.max_step_tokens,
+        chunk_size=sizes.groups * sizes.chunk_size,
+    )
 
 
 async def _engine_info(context: Context) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class PeerMemory(Nccl):
             for peer in members:
                 if peer != self._rank and not torch.cuda.can_device_access_peer(own, peer):
                     return f"GPU {own} has no access to the memory of GPU {peer}"
-        sizes = plan.sizes
+        tokens = plan.sizes.groups * plan.sizes.max_step_tokens
         try:
             for members in groups:
                 name = f"glowplug {'-'.join(map(str, members))} {id(self._store):x}"
@@ -118,7 +118,7 @@ class PeerMemory(Nccl):
                     members.index(self._rank),
                     len(members),
                     self._part(members, "peers"),
-                    peer_sizes(len(members), plan.facts.model.hidden_size, sizes.max_step_tokens),
+                    peer_sizes(len(members), plan.facts.model.hidden_size, tokens),
                     self._alarm,
                     limit,
                 )

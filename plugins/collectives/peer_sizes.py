@@ -73,7 +73,7 @@ def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
     Args:
         ranks: number of ranks in the group.
         hidden: hidden size of the model.
-        tokens: most tokens of a step.
+        tokens: most tokens of a step in all dp groups, which feed-forward layers compute.
     """
     largest = hidden * tokens * WORD_BYTES
     one_shot = min(largest, one_shot_bytes(ranks))
@@ -97,7 +97,7 @@ def buffer_bytes(mesh: Mapping[str, int], hidden: int, tokens: int) -> int:
     Args:
         mesh: mesh axis -> size.
         hidden: hidden size of the model.
-        tokens: most tokens of a step.
+        tokens: most tokens of a step in all dp groups.
     """
     groups = {group(axis, 0, mesh) for axis in AXES if axis_size(axis, mesh) > 1}
     return sum(peer_sizes(len(ranks), hidden, tokens).bytes(len(ranks)) for ranks in groups)

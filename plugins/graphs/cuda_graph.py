@@ -42,14 +42,15 @@ class CudaGraphOptions(GraphOptions):
     batch_sizes: tuple[Size, ...] | None = Field(
         None,
         min_length=1,
-        description="batch sizes (sequences per decode step) to capture; None: 1, 2, 3, 4, 6, 8, "
-        "12, 16, then every 8 up to 64, every 16 up to 256 and every 32",
+        description="batch sizes (sequences per decode step of the whole engine) to capture; None: "
+        "1, 2, 3, 4, 6, 8, 12, 16, then every 8 up to 64, every 16 up to 256 and every 32 (of each "
+        "dp group)",
     )
     max_batch: int | None = Field(
         None,
         ge=1,
-        description="largest batch size to capture; None: scheduler.max_running_requests, "
-        f"{ROWS_MAX} at most",
+        description="largest batch size of the whole engine to capture; None: "
+        f"scheduler.max_running_requests, {ROWS_MAX} of each dp group at most",
     )
     prefill_tokens: tuple[Size, ...] | None = Field(
         None,
@@ -84,11 +85,12 @@ class CudaGraphOptions(GraphOptions):
             else found
         )
 
-    def sizes(self, rows: int) -> tuple[int, ...]:
-        most = min(rows, self.max_batch or ROWS_MAX)
+    def sizes(self, rows: int, groups: int = 1) -> tuple[int, ...]:
+        most = min(rows, -(-self.max_batch // groups) if self.max_batch else ROWS_MAX)
         if self.batch_sizes is None:
             return (*(size for size in default_sizes() if size < most), most)
-        return tuple(sorted({size for size in self.batch_sizes if size <= most}))
+        shares = {-(-size // groups) for size in self.batch_sizes}
+        return tuple(sorted(share for share in shares if share <= most))
 
     def token_counts(self, tokens: int) -> tuple[int, ...]:
         if self.prefill is False:
@@ -110,7 +112,7 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
     options: CudaGraphOptions = context.options
     smallest = min(options.batch_sizes or (1,))
     configured = context.config.scheduler.max_running_requests
-    rows = configured or DEVICE_DEFAULTS["cuda"].running
+    rows = configured or DEVICE_DEFAULTS["cuda"].running * context.values.mesh.get("dp", 1)
     if options.max_batch is not None and smallest > options.max_batch:
         yield Refusal(
             NAME,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from glowplug.core.errors import CaptureError
+from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps, Worker
@@ -69,6 +70,15 @@ class CudaGraph:
         self._sizes: dict[Mode, list[int]] = {}
         self._short: dict[int, DecodeGraph] = {}
 
+    @property
+    def _marked_groups(self) -> int:
+        """Number of groups of ranks whose padding is marked, so that it chooses no expert.
+
+        It is 0 where every rank has all tokens and all experts: masking the ids would take longer.
+        """
+        groups = self._plan.sizes.groups
+        return groups if groups > 1 or axis_size("ep", self._plan.mesh) > 1 else 0
+
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
         return [(shape.mode, shape.rows, shape.width) for shape in self._shapes(plan.sizes)]
 
@@ -76,11 +86,11 @@ class CudaGraph:
         mode = Mode.DECODE if sizes.width == 1 else Mode.VERIFY
         return [
             *(
-                GraphShape.of(mode, rows, sizes)
-                for rows in reversed(self._options.sizes(sizes.max_running))
+                GraphShape.of(mode, rows, sizes, groups=self._marked_groups)
+                for rows in reversed(self._options.sizes(sizes.max_running, sizes.groups))
             ),
             *(
-                GraphShape.of(mode, rows, sizes, sizes.short_keys)
+                GraphShape.of(mode, rows, sizes, sizes.short_keys, self._marked_groups)
                 for rows in reversed(sizes.short_rows)
             ),
         ]
@@ -93,8 +103,7 @@ class CudaGraph:
             recorder = own = CudaRecorder(self._device)
             tape = CudaTape(own)
         made = self._shapes(sizes)
-        behind = len(made) + len(sizes.pass_tokens)
-        total = behind + len(sizes.extend_tokens)
+        total = len(made) + len(sizes.pass_tokens) + len(sizes.extend_tokens)
         gc.collect()
         collecting = gc.isenabled()
         gc.disable()
@@ -102,25 +111,24 @@ class CudaGraph:
             with torch.inference_mode():
                 self._capture_decode_graphs(steps, made, recorder, lambda done: report(done, total))
                 if tape is not None:
-                    self._passes.capture(
-                        steps,
-                        sizes.pass_tokens,
-                        tape,
-                        self._pass_failed,
-                        lambda done: report(len(made) + done, total),
-                    )
-                    self._extends.capture(
-                        steps.draft_extend,
-                        sizes.extend_tokens,
-                        self._device,
-                        tape,
-                        self._extend_failed,
-                        lambda done: report(behind + done, total),
-                    )
+                    self._capture_passes(steps, tape, lambda done: report(len(made) + done, total))
         finally:
             if collecting:
                 gc.enable()
         report(total, total)
+
+    def _capture_passes(self, steps: Steps, tape: Tape, report: Callable[[int], None]) -> None:
+        sizes = self._plan.sizes
+        counts = sizes.pass_tokens
+        self._passes.capture(steps, counts, tape, self._pass_failed, report, self._marked_groups)
+        self._extends.capture(
+            steps.draft_extend,
+            sizes.extend_tokens,
+            self._device,
+            tape,
+            self._extend_failed,
+            lambda done: report(len(counts) + done),
+        )
 
     def _capture_decode_graphs(
         self,
@@ -129,9 +137,7 @@ class CudaGraph:
         recorder: GraphRecorder,
         report: Callable[[int], None],
     ) -> None:
-        room = max(
-            (max(shape.offsets[-1], 4 * shape.rows * shape.columns) for shape in made), default=0
-        )
+        room = max((shape.staged_bytes for shape in made), default=0)
         staging = Staging(room, self._device)
         for done, shape in enumerate(made):
             report(done)

@@ -13,7 +13,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import RequestRouter, Shard, Worker
 from glowplug.core.step.batch import Batch, StepShape
-from glowplug.core.step.request import Sequence
+from glowplug.plugins.parallel.request_router import GroupLoad, TokenRouter
 from glowplug.plugins.parallel.unsplit import Unsplit
 
 if TYPE_CHECKING:
@@ -23,25 +23,6 @@ if TYPE_CHECKING:
 
 #: modes in ascending order of precedence: if groups differ, the step has the last of their modes
 MODES = (Mode.IDLE, Mode.DECODE, Mode.VERIFY, Mode.PREFILL)
-
-
-class LeastLoaded:
-    """A ``RequestRouter`` that sends each request to the group with the fewest sequences.
-
-    Ties go to the lowest group number. A group's load is the number of its sequences when the
-    groups last agreed on a step, plus the requests routed to it since.
-    """
-
-    def __init__(self, group: int, groups: int, leads: bool) -> None:
-        self.group = group
-        self.leads = leads
-        self.loads = [0] * groups
-
-    def owns(self, sequence: Sequence) -> bool:
-        """Choose the group of a request, and return whether this rank belongs to the group."""
-        chosen = min(range(len(self.loads)), key=self.loads.__getitem__)
-        self.loads[chosen] += 1
-        return chosen == self.group
 
 
 class DpAttention(Unsplit):
@@ -67,7 +48,7 @@ class DpAttention(Unsplit):
         self._leaders = [
             rank for rank in range(plan.ranks) if coordinates(rank, plan.mesh)["attn_tp"] == 0
         ]
-        self._router = LeastLoaded(self._group, self._groups, self._within == 0)
+        self._router = TokenRouter(self._group, self._groups, self._within == 0, plan.sizes)
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
         """Return this rank's part of an attention or vocabulary weight, split within its group.
@@ -86,11 +67,36 @@ class DpAttention(Unsplit):
         )
 
     def agree(self, local: StepShape) -> StepShape:
-        own = np.array([MODES.index(local.mode), local.rows, local.tokens, local.load], np.int64)
+        own = np.array(
+            [
+                MODES.index(local.mode),
+                local.rows,
+                local.tokens,
+                local.decodes,
+                local.load,
+                local.pending,
+                local.context,
+                local.free,
+            ],
+            np.int64,
+        )
         every: NDArray[np.int64] = self._collectives.all_gather_numbers(own)
-        mode, rows, tokens, _ = every.max(axis=0).tolist()
-        self._router.loads = every[self._leaders, 3].tolist()
-        return StepShape(MODES[mode], rows, tokens, sum(self._router.loads))
+        groups = every[self._leaders]
+        mode, rows, tokens, decodes = every[:, :4].max(axis=0).tolist()
+        self._router.loads = [GroupLoad(*numbers) for numbers in groups[:, 4:].tolist()]
+        load, pending, context, free = groups[:, 4:].sum(axis=0).tolist()
+        return StepShape(
+            MODES[mode],
+            rows,
+            tokens,
+            load,
+            pending,
+            context,
+            free,
+            decodes,
+            group_tokens=tuple(groups[:, 2].tolist()),
+            group_decodes=tuple(groups[:, 3].tolist()),
+        )
 
     def router(self) -> RequestRouter | None:
         return self._router

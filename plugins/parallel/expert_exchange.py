@@ -59,6 +59,7 @@ class Exchange:
     """
 
     load: Tensor | None = None
+    masks_padding = True
 
     def __init__(
         self, layout: Layout, collectives: Collectives, device: str, count_load: bool
@@ -149,7 +150,8 @@ class Exchange:
 
         Experts of the tokens ``part`` are added to the load counts.
         """
-        padding = None if batch is None else batch.padding
+        marks = None if batch is None else batch.padding
+        padding = None if marks is None else marks.own
         counts = self.load if part.stop > part.start else None
         if self._rank_ids is not None:
             return self._rank_ids(ids, first, held, padding, counts, part)

@@ -42,6 +42,7 @@ class PlacedExchange:
         self._ways = WAYS if len(slots) > experts else 1
         self._slot_of = torch.tensor(slot_table(slots, experts, self._ways), device=device)
         self.stays = getattr(exchange, "stays", False)
+        self.masks_padding = getattr(exchange, "masks_padding", False)
         self.combine = exchange.combine
 
     @property

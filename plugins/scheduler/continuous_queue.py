@@ -18,9 +18,13 @@ class Queue:
     """The waiting sequences in order: preempted ones first, then by arrival.
 
     All operations are O(1) or O(log n).
+
+    Attributes:
+        tokens: tokens to compute for the waiting sequences, without those expected to be cached.
     """
 
     def __init__(self) -> None:
+        self.tokens = 0
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._deadlines: list[tuple[float, int, str]] = []
 
@@ -39,6 +43,7 @@ class Queue:
     def add(self, sequence: Sequence) -> None:
         """Add a sequence at the end of the queue, and record its deadlines."""
         self._waiting[sequence.id] = sequence
+        self.tokens += _uncached(sequence)
         limits = sequence.admission
         for seconds, kind in ((limits.queue_timeout, QUEUED), (limits.timeout, TOTAL)):
             if seconds > 0:
@@ -48,9 +53,13 @@ class Queue:
         """Put a preempted sequence at the head of the queue."""
         self._waiting[sequence.id] = sequence
         self._waiting.move_to_end(sequence.id, last=False)
+        self.tokens += _uncached(sequence)
 
     def pop(self, id: int) -> Sequence | None:
-        return self._waiting.pop(id, None)
+        sequence = self._waiting.pop(id, None)
+        if sequence is not None:
+            self.tokens -= _uncached(sequence)
+        return sequence
 
     def overdue(self, now: float) -> Iterator[tuple[int, str]]:
         """Yield (sequence id, kind of deadline) for every deadline that has passed, each once.
@@ -60,6 +69,11 @@ class Queue:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, id, kind = heapq.heappop(self._deadlines)
             yield id, kind
+
+
+def _uncached(sequence: Sequence) -> int:
+    """Return the number of tokens to compute for a waiting sequence, as far as is known."""
+    return len(sequence.prompt) + len(sequence.output) - sequence.expected_cached
 
 
 class CachedPrefixes(Mapping[int, int]):

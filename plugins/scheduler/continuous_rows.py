@@ -118,6 +118,11 @@ class Rows:
         else:
             self.stops[row, : len(stop_ids)] = sorted(stop_ids)
 
+    def unlaunched(self) -> int:
+        """Return the number of tokens of the running prompts that no step has been given yet."""
+        table = self.table
+        return sum(int(table.length[row] - table.launched[row]) for row in self.prefilling)
+
     def start_decoding(self, row: int) -> None:
         """Move a row whose last prompt chunk is launched to the decoding rows of the next step."""
         del self.prefilling[row]

@@ -256,7 +256,7 @@ class Continuous:
         """
         budget = min(self.sizes.chunk_size, self.sizes.max_step_tokens - decode_tokens)
         under_way = list(self.rows.prefilling)
-        left = sum(int(self.table.length[row] - self.table.launched[row]) for row in under_way)
+        left = self.rows.unlaunched()
         if admit:
             for sequence in self.admission.admit(budget - left):
                 self._note_admitted(sequence)
@@ -335,7 +335,7 @@ class Continuous:
         )
 
     def load(self) -> Stats:
-        """Return a copy of the statistics with the current load, in O(1)."""
+        """Return a copy of the statistics with the current load; see ``snapshot``."""
         return snapshot(self.stats, self.rows, self.queue, self.admission)
 
     def flush(self) -> bool:

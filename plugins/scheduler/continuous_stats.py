@@ -35,9 +35,13 @@ def count_step(stats: Stats, batch: Batch, done: Committed, width: int) -> None:
 
 
 def snapshot(stats: Stats, rows: Rows, queue: Queue, admission: Admitter) -> Stats:
-    """Set the current numbers of sequences and pages in ``stats`` and return a copy, in O(1)."""
+    """Set the current numbers of sequences, tokens and pages in ``stats`` and return a copy.
+
+    This takes O(rows that compute their prompt).
+    """
     stats.running = len(rows.running)
     stats.waiting = len(queue)
+    stats.pending_tokens = queue.tokens + rows.unlaunched()
     stats.pages_free = rows.pages.free
     stats.pages_evictable = rows.cache.size()[1]
     stats.prefix_queries = admission.queries

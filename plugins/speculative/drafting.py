@@ -214,8 +214,6 @@ def next_draft_batch(batch: Batch, number: int, at: DraftPositions, width: int) 
     made = draft_batch(batch, batch.kv_lens[:decodes] + np.int32(number - width))
     made.page_table = batch.page_table[:decodes]
     made.row_ids = batch.row_ids[:decodes]
-    if batch.padding is not None:
-        made.padding = batch.padding[: decodes * width : width]
     made.positions, made.kv_slots, made.kv_lens_device, made.query_starts = at
     return made
 
@@ -240,7 +238,10 @@ def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
         pages=target.pages[:count],
         first_key=FIRST_KEY,
         pieces=target.pieces,
-        agreed=StepShape(Mode.DRAFT_DECODE, agreed.rows, agreed.rows, agreed.load),
+        agreed=StepShape(
+            Mode.DRAFT_DECODE, agreed.decodes, agreed.decodes, agreed.load, decodes=agreed.decodes
+        ),
+        padding=target.draft_padding,
     )
 
 

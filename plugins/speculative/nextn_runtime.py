@@ -59,7 +59,7 @@ class NextN:
         self._context = plan.sizes.context_length
         self._device = torch.device(worker.device)
         self._dtype = worker.dtype
-        #: whether this rank must run every pass, because other groups of ranks take part in it
+        #: whether this rank must run the passes that any group of ranks needs
         self._grouped = plan.mesh.get("dp", 1) > 1
         self._on_host = self._device.type == "cpu"
 
@@ -97,7 +97,8 @@ class NextN:
         )
 
     def draft(self, batch: Batch) -> Tensor:
-        if not batch.num_decodes and not self._grouped:
+        agreed = batch.agreed if self._grouped else None
+        if not (batch.num_decodes if agreed is None else agreed.decodes):
             return self._last.new_empty(0, self._width)
         run = batch.pieces.run
         drafted, hidden, every = run("draft places", partial(self._begin, batch))

@@ -30,6 +30,7 @@ from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting, Thr
 from glowplug.core.testing.suites.parallel import ParallelSuite
 from glowplug.plugins.parallel.dp_attention import DpAttentionOptions
 from glowplug.plugins.parallel.dp_attention_runtime import DpAttention
+from glowplug.plugins.parallel.request_router import GroupLoad
 from tests.support.tiny import write_config
 
 MESHES = [{"tp": 2, "dp": 2}, {"tp": 4, "dp": 2}, {"tp": 4, "dp": 4}, {"tp": 4, "dp": 1}]
@@ -148,12 +149,27 @@ def test_a_rank_that_is_its_own_group_holds_its_attention_whole() -> None:
 )
 def test_groups_agree_on_the_most_of_everything(modes: list[Mode], agreed: Mode) -> None:
     """Ranks of one group give the same shape, and its load counts once."""
-    own = [StepShape(modes[0], 3, 40, 5), StepShape(modes[1], 7, 9, 2)]
+    own = [
+        StepShape(modes[0], 3, 40, load=5, pending=600, context=80, free=900, decodes=2),
+        StepShape(modes[1], 7, 9, load=2, pending=0, context=16, free=964, decodes=7),
+    ]
     found = each(
         {"tp": 4, "dp": 2},
         lambda strategy, rank: (strategy.agree(own[rank // 2]), strategy.router().loads),
     )
-    assert found == [(StepShape(agreed, 7, 40, 7), [5, 2])] * 4
+    shape = StepShape(
+        agreed,
+        7,
+        40,
+        load=7,
+        pending=600,
+        context=96,
+        free=1864,
+        decodes=7,
+        group_tokens=(40, 9),
+        group_decodes=(2, 7),
+    )
+    assert found == [(shape, [GroupLoad(5, 600, 80, 900), GroupLoad(2, 0, 16, 964)])] * 4
 
 
 def sequence(id: int) -> Sequence:
@@ -171,7 +187,7 @@ def test_a_request_has_one_group_and_the_least_loaded() -> None:
     assert [router.group for router in routers] == [0, 0, 1, 1]
     assert [router.leads for router in routers] == [True, False, True, False]
     for router in routers:
-        router.loads = [4, 1]
+        router.loads = [GroupLoad(4), GroupLoad(1)]
     owners = []
     for id in range(8):
         owned = [router.owns(sequence(id)) for router in routers]
@@ -196,7 +212,7 @@ def test_mlps_see_every_groups_tokens_and_groups_get_theirs_back(mesh: dict[str,
 
     def work(strategy: DpAttention, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         batch = batch_of(counts[rank // a_group])
-        batch.agreed = strategy.agree(shape_of(batch, 1))
+        batch.agreed = strategy.agree(shape_of(batch))
         shared = strategy.leave_attention(inputs[rank // a_group], batch)
         return shared, strategy.enter_attention(shared * 2, batch)
 

@@ -261,13 +261,17 @@ def test_states_of_page_ends_are_kept_for_resumed_rows() -> None:
 
 
 def test_passes_of_a_step() -> None:
-    """A step has one pass a drafted token. A single group skips passes that are not needed; groups
-    of ranks always run all of them.
+    """A step has one pass a drafted token. Ranks skip the passes if no group has a decoding row,
+    and run them, of as many tokens as the most decoding rows of a group, if any has.
     """
-    for mesh, wanted in (({}, 0), ({"tp": 2, "dp": 2}, 3)):
+    for mesh, decodes, wanted in (
+        ({}, 2, 0),
+        ({"tp": 2, "dp": 2}, 0, 0),
+        ({"tp": 2, "dp": 2}, 2, 3),
+    ):
         algorithm, draft = make(LIMITS, 3, **mesh)
         chunk = step([2], 0, [5], [5], [False])
-        chunk.agreed = StepShape(Mode.PREFILL, 2, 9)
+        chunk.agreed = StepShape(Mode.PREFILL, 4, 9, decodes=decodes)
         assert algorithm.draft(chunk).shape == (0, 4)
         algorithm.accept(likely([]), torch.zeros(5, HIDDEN), chunk, Greedy())
         assert len(draft.passes) == wanted and len(draft.fills) == 1
@@ -287,7 +291,7 @@ def test_passes_of_a_step() -> None:
         torch.zeros(0, dtype=torch.int32),
         torch.zeros(1, dtype=torch.int32),
     )
-    idle.agreed = StepShape(Mode.VERIFY, 4, 16)
+    idle.agreed = StepShape(Mode.VERIFY, 4, 16, decodes=4)
     assert algorithm.draft(idle).shape == (0, 4)
     made = algorithm.accept(torch.zeros(0, VOCAB), torch.zeros(0, HIDDEN), idle, Greedy())
     assert made.tokens.shape == (0, 4) and len(draft.passes) == 3 and len(draft.fills) == 2

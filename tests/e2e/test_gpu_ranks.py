@@ -66,6 +66,32 @@ def test_drafts_on_one_gpu(plain: list[list[int]], steps: int, overlap: bool) ->
     assert answers("cuda", **config) == plain
 
 
+@pytest.mark.parametrize("graphs", ["eager", "cuda_graph"])
+def test_padding_of_an_idle_group_chooses_no_expert(graphs: str) -> None:
+    """One request in one of two groups: each of its tokens is counted once for each chosen expert,
+    also in replayed steps, in which the other group pads as many rows.
+    """
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    sizes = (("tensor", 2), ("ep_moe", 2), ("dp_attention", 2))
+    with LLM(
+        model="embedded",
+        device="cuda",
+        dtype="float32",
+        memory={"kv_tokens": 4096},
+        quantization={"use": "block_fp8", "activations": "none"},
+        parallel=[{"use": use, "size": size} for use, size in sizes],
+        graphs={"use": graphs},
+        scheduler={"overlap": False},
+    ) as llm:
+        (done,) = llm.generate([[5, 6, 7]], GREEDY)
+        loads = [rank["expert_load"] for rank in llm.control("info")["ranks"]]
+        chosen = llm.plan.facts.model.sizes.experts_per_token
+    computed = 3 + len(done.token_ids) - 1
+    for layer in loads[0]:
+        assert sum(sum(load[layer]) for load in loads) == computed * chosen, layer
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("dp", [0, 2])
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all_static"])

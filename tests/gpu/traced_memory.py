@@ -148,8 +148,8 @@ class Traced:
         return self.tally.most - before, +taken
 
 
-def _run(runner: Runner, batch: Any, widest: Any) -> None:
-    batch.agreed = shape_of(widest)
+def _run(runner: Runner, batch: Any, agreed: Any = None) -> None:
+    batch.agreed = agreed or shape_of(batch)
     runner._plan_sampling(batch)
     runner._complete(batch)
     _, hidden = runner.step(batch)

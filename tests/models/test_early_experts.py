@@ -20,6 +20,7 @@ from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.layers.gate import MoeSizes
 from glowplug.core.layers.moe import Moe
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.step.batch import Padding, idle_batch
 from glowplug.core.testing.harness.build import build_context
 from glowplug.kernels.moe.route import route
 from glowplug.plugins.quantization.dense import experts_cuda
@@ -65,11 +66,11 @@ def context(fused: bool, sets_ready: bool = True) -> BuildContext:
     return made  # type: ignore[no-any-return]
 
 
-def filled(fused: bool, sets_ready: bool = True) -> Moe:
-    mixture, generator = (
-        Moe(context(fused, sets_ready), "mlp", SIZES),
-        torch.Generator().manual_seed(0),
-    )
+def filled(fused: bool, sets_ready: bool = True, groups: bool = False) -> Moe:
+    """Return a mixture with seeded weights. ``groups``: its tokens are those of several groups."""
+    made = context(fused, sets_ready)
+    made.parallel.moves_tokens = groups
+    mixture, generator = Moe(made, "mlp", SIZES), torch.Generator().manual_seed(0)
     for target in sorted(mixture.targets(), key=lambda target: target.name):
         target.store(
             (torch.randn(target.shape, generator=generator) * target.shape[-1] ** -0.5)[
@@ -130,6 +131,37 @@ def test_a_step_that_failed_behind_its_gate_leaves_no_ready_flag(
     assert started is not None and not started.ready.any()
     assert torch.equal(fused.forward(x), wanted) and not method._ready.any()
     torch.testing.assert_close(few, wanted[:5])
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 40])
+def test_padding_of_several_groups_chooses_no_routed_expert(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts begin behind the gate, because they need the masked ids; the fused shared expert
+    takes every token.
+    """
+    monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: True))
+    plain, fused = filled(False), filled(True, groups=True)
+    monkeypatch.setattr(experts_cuda.CudaExperts, "start", refused)
+    chosen: list[Tensor] = []
+    apply = fused.experts.forward
+
+    def watched(x: Any, ids: Tensor, weights: Tensor) -> Any:
+        chosen.append(ids.clone())
+        return apply(x, ids, weights)
+
+    fused.experts.forward = watched
+    x = torch.randn(tokens, SIZES.hidden, generator=torch.Generator().manual_seed(7))
+    live = torch.arange(tokens) % 3 != 1
+    batch = idle_batch()
+    batch.padding = Padding(None, ~live[:, None])
+    y = fused.forward(x, batch)
+    assert isinstance(y, Tensor)
+    torch.testing.assert_close(y[live], plain.forward(x)[live], atol=1e-5, rtol=1e-4)
+    (ids,) = chosen
+    assert ((ids[:, : SIZES.topk] >= 0) == live[:, None]).all() and (
+        ids[:, SIZES.topk :] >= 0
+    ).all()
 
 
 def refused(*_: Any, **__: Any) -> None:

@@ -119,6 +119,13 @@ PAGE_PLANS: dict[str, Values] = {
         "collectives.use": "peer_memory",
         "graphs.use": "cuda_graph",
     },
+    "--facts 2x8xh200 --model models/shapes/deepseek-v3.json --load-format dummy --tp 16 "
+    "--ep-size 16 --dp-size 16 --max-running-requests 768": {
+        "mesh.dp": 16,
+        "sizes.groups": 16,
+        "sizes.max_running": 48,
+        "sizes.chunk_size": 512,
+    },
     "--model-path MODEL --tp 1 --disable-radix-cache --max-running-requests 64": {
         "ranks": 1,
         "cache.use": "none",
@@ -289,7 +296,7 @@ OTHERS: dict[str, tuple[str, Values]] = {
             "mesh.dp": 16,
             "attention.use": "flashinfer_mla",
             "cache.use": "none",
-            "sizes.max_running": 768,
+            "sizes.max_running": 48,
             "memory.fraction": 0.7,
             "option.collectives.timeout": 3600.0,
         },

@@ -42,12 +42,40 @@ def batch(rows: list[int], lens: list[int], width: int, page_size: int, seed: in
     )
 
 
-def graph(rows: int, width: int, page_size: int) -> DecodeGraph:
+def graph(rows: int, width: int, page_size: int, groups: int = 0) -> DecodeGraph:
     mode = Mode.DECODE if width == 1 else Mode.VERIFY
-    shape = GraphShape.of(mode, rows, sizes(width=width, page_size=page_size))
-    return DecodeGraph(
-        shape, CPU, Staging(max(shape.offsets[-1], 4 * rows * shape.columns), CPU), None
+    shape = GraphShape.of(mode, rows, sizes(width=width, page_size=page_size), groups=groups)
+    return DecodeGraph(shape, CPU, Staging(shape.staged_bytes, CPU), None)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_padding_of_every_group_is_marked(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks lie where they lay at the capture, and are copied only when they change."""
+    held = graph(4, width, 4, groups=3)
+    step, drafts = held.batch.padding, held.batch.draft_padding
+    assert step is not None and drafts is not None and step.own is not None
+    copies: list[int] = []
+    copy = Staging.copy
+    monkeypatch.setattr(
+        Staging,
+        "copy",
+        lambda self, at, source, target: (
+            copies.append(len(source)),
+            copy(self, at, source, target),
+        ),
     )
+    for own, counts in ((2, (3, 2, 0)), (2, (3, 2, 0)), (4, (4, 4, 4)), (0, (1, 0, 0))):
+        made = batch(list(range(own)), [9] * own, width, 4, seed=1)
+        made.agreed = StepShape(made.mode, max(counts), max(counts) * width, group_decodes=counts)
+        held.fill(made)
+        every = [row >= count for count in counts for row in range(4)]
+        assert drafts.gathered[:, 0].tolist() == every
+        assert step.gathered.view(12, width).tolist() == [[mark] * width for mark in every]
+        assert step.own.view(4, width)[:, 0].tolist() == [row >= own for row in range(4)]
+        assert drafts.own is not None
+        assert drafts.own[:, 0].tolist() == [row >= own for row in range(4)]
+    assert copies.count((1 + 3) * 4 * (width + 1)) == 3, "equal marks are not copied again"
+    assert graph(4, width, 4).batch.padding is None
 
 
 @settings(max_examples=60, deadline=None)

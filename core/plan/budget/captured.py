@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from glowplug.core.facts.mesh import axis_size
+from glowplug.core.facts.mesh import axis_size, group_share
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.offers import Mode
@@ -43,11 +43,16 @@ def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
     context = proposal.config.context_length or proposal.facts.model.max_positions
     passes = _pass_tokens(proposal, step_tokens)
     return Captured(
-        batch_sizes=runner.options.sizes(rows) if runner is not None else (),
+        batch_sizes=runner.options.sizes(rows, _groups(proposal)) if runner is not None else (),
         short_rows=short_steps(proposal, rows, context)[1],
         pass_tokens=passes,
         extend_tokens=passes if _captures_extend(proposal) else (),
     )
+
+
+def _groups(proposal: Proposal) -> int:
+    """Return the number of dp groups."""
+    return proposal.values.mesh.get("dp", 1)
 
 
 def _pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
@@ -98,7 +103,8 @@ def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple
         return 0, ()
     heads = -(-proposal.facts.model.num_heads // axis_size("attn_tp", values.mesh))
     short = attention.offers.short_rows(heads)
-    sizes = tuple(size for size in runner.options.sizes(rows) if size in short)
+    captured = runner.options.sizes(rows, _groups(proposal))
+    sizes = tuple(size for size in captured if size in short)
     return (keys, sizes) if sizes else (0, ())
 
 
@@ -125,14 +131,25 @@ def _batch_size_decision(proposal: Proposal, sizes: tuple[int, ...], rows: int) 
     """Return the decision on captured batch sizes: the given ones that can run, or the default."""
     field = "graphs.batch_sizes"
     given = getattr(proposal.config.graphs, "batch_sizes", None)
+    groups = _groups(proposal)
+    of_group = " of a group" if groups > 1 else ""
     if given is None:
-        why = f"default, up to {sizes[-1]} of {rows} sequences"
+        why = f"default, up to {sizes[-1]} of {rows} sequences{of_group}"
         return Decision(field, list(sizes), "size", why)
-    left_out = sorted(set(given) - set(sizes))
-    limit = f"at most {rows} sequences run"
-    if left_out and left_out[-1] <= rows:
+    shares = {size: group_share(size, proposal.values.mesh) for size in given}
+    left_out = sorted(size for size, share in shares.items() if share not in sizes)
+    limit = f"at most {rows} sequences{of_group} run"
+    if left_out and shares[left_out[-1]] <= rows:
         limit = "graphs.max_batch is lower"
-    return _given_counts(proposal, field, sizes, left_out, limit)
+    made = _given_counts(proposal, field, sizes, left_out, limit)
+    if groups == 1:
+        return made
+    return replace(made, why=f"{made.why}; of all {groups} groups: {_listed(set(given), left_out)}")
+
+
+def _listed(given: set[int], left_out: list[int]) -> str:
+    """Return the batch sizes ``given`` without those ``left_out``, ascending, as text."""
+    return ", ".join(str(size) for size in sorted(given.difference(left_out)))
 
 
 def _token_count_decision(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from glowplug.core.facts.mesh import group_share
 from glowplug.core.plan.budget.captured import Captured, captured_decisions, captured_steps
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plan.proposal import Proposal
@@ -14,8 +15,13 @@ from glowplug.core.plugin.options import DEVICE_DEFAULTS
 class Counts:
     """The counts that limit a step, such as rows and tokens; they do not depend on the byte budget.
 
+    The operator's limits are those of the whole engine. With data-parallel attention, each dp group
+    has an equal share of them, rounded up, and the attributes are the limits of one group.
+
     Attributes:
+        groups: number of dp groups; 1 without data-parallel attention.
         rows: most running sequences.
+        queued: most waiting sequences.
         chunk: most prompt tokens of a step.
         page_size: tokens per page.
         step_tokens: most tokens of a step: the chunk and those of all decoding rows.
@@ -24,7 +30,9 @@ class Counts:
         decisions: the decisions for these counts.
     """
 
+    groups: int
     rows: int
+    queued: int
     chunk: int
     page_size: int
     step_tokens: int
@@ -35,38 +43,74 @@ class Counts:
 
 def decide_counts(proposal: Proposal) -> Counts:
     """Return the counts of a step: as given, else the device's defaults."""
-    rows = _rows(proposal)
+    groups = proposal.values.mesh.get("dp", 1)
+    rows = _rows(proposal, groups)
     chunk = _chunk(proposal)
+    queued = _queued(proposal)
     page_size = _page_size(proposal)
     segments = _segments(proposal)
-    step_tokens = chunk.value + rows.value * proposal.values.width
-    captured = captured_steps(proposal, rows.value, step_tokens)
+    row_share, queue_share, chunk_share = (
+        group_share(limit.value, proposal.values.mesh) for limit in (rows, queued, chunk)
+    )
+    step_tokens = chunk_share + row_share * proposal.values.width
+    captured = captured_steps(proposal, row_share, step_tokens)
     return Counts(
-        rows=rows.value,
-        chunk=chunk.value,
+        groups=groups,
+        rows=row_share,
+        queued=queue_share,
+        chunk=chunk_share,
         page_size=page_size.value,
         step_tokens=step_tokens,
         expandable_segments=segments is not None and segments.value,
         captured=captured,
         decisions=(
-            rows,
-            chunk,
+            _shared(rows, groups, row_share, "request"),
+            _shared(chunk, groups, chunk_share, "token"),
+            *([_shared(queued, groups, queue_share, "request")] if groups > 1 else []),
             page_size,
             *([segments] if segments is not None else []),
-            *captured_decisions(proposal, captured, rows.value, step_tokens),
+            *captured_decisions(proposal, captured, row_share, step_tokens),
         ),
     )
 
 
-def _rows(proposal: Proposal) -> Decision:
+def _shared(limit: Decision, groups: int, share: int, unit: str) -> Decision:
+    """Return the decision for a limit of the whole engine, with each group's share in its reason.
+
+    Args:
+        limit: the decision.
+        groups: number of dp groups.
+        share: the limit of one group.
+        unit: what the limit counts, in the singular.
+    """
+    if groups == 1:
+        return limit
+    how = f"{limit.value} {unit}{'s' * (limit.value != 1)} over {groups} groups: {share} a group"
+    if share * groups != limit.value:
+        how += f", rounded up to {share * groups} in all"
+    return replace(limit, why="; ".join(filter(None, (limit.why, how))), notable=True)
+
+
+def _rows(proposal: Proposal, groups: int) -> Decision:
+    """Return the decision for the most running sequences of the whole engine.
+
+    By default, each group runs as many as an engine without groups, because it has a KV cache of
+    its own.
+    """
     device = proposal.values.device
+    default = DEVICE_DEFAULTS[device].running
     return _given_or(
         proposal,
         "scheduler.max_running_requests",
         proposal.config.scheduler.max_running_requests,
-        DEVICE_DEFAULTS[device].running,
-        f"default on {device}",
+        default * groups,
+        f"default on {device}" + (f", {default} for each group" if groups > 1 else ""),
     )
+
+
+def _queued(proposal: Proposal) -> Decision:
+    field = "scheduler.max_queued_requests"
+    return proposal.given(field, proposal.config.scheduler.max_queued_requests)
 
 
 def _chunk(proposal: Proposal) -> Decision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.kv_layout import DTYPE_BYTES, USUAL_ENTRIES, local_heads
@@ -120,11 +120,15 @@ def _kv_tokens(
     memory = proposal.config.memory
     if memory.kv_tokens is not None:
         number = -(-memory.kv_tokens // counts.page_size) + 1
-        return _given_tokens(proposal, "memory.kv_tokens", number, counts, budget, page_bytes)
-    if memory.kv_bytes is not None:
+        found = _given_tokens(proposal, "memory.kv_tokens", number, counts, budget, page_bytes)
+    elif memory.kv_bytes is not None:
         number = memory.kv_bytes // page_bytes
-        return _given_tokens(proposal, "memory.kv_bytes", number, counts, budget, page_bytes)
-    return _auto_tokens(proposal, counts, budget, page_bytes)
+        found = _given_tokens(proposal, "memory.kv_bytes", number, counts, budget, page_bytes)
+    else:
+        found = _auto_tokens(proposal, counts, budget, page_bytes)
+    if isinstance(found, Refusal) or counts.groups == 1:
+        return found
+    return replace(found, why=f"{found.why}; in each of {counts.groups} groups")
 
 
 def _given_tokens(

@@ -53,10 +53,11 @@ def _sizes(proposal: Proposal, counts: Counts, pages: Pages) -> Sizes:
     return Sizes(
         context_length=pages.context,
         max_running=counts.rows,
-        max_queued=proposal.config.scheduler.max_queued_requests,
+        max_queued=counts.queued,
         max_step_tokens=counts.step_tokens,
         chunk_size=counts.chunk,
         page_size=counts.page_size,
+        groups=counts.groups,
         num_pages=pages.number,
         kv_bytes=pages.kv_bytes,
         width=proposal.values.width,

@@ -54,7 +54,7 @@ def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
         )
     )
     lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
-    lines += _collective_line(proposal, counts.step_tokens)
+    lines += _collective_line(proposal, counts)
     graphs = graph_line(proposal, counts.captured, LayerBytes(proposal).claimed)
     return [*lines, graphs] if graphs is not None else lines
 
@@ -83,17 +83,19 @@ def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
     return [BudgetLine(RESERVED, size, how)] if size else []
 
 
-def _collective_line(proposal: Proposal, step_tokens: int) -> list[BudgetLine]:
+def _collective_line(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
     """Return the budget line of the buffers for exchange between ranks; [] if there are none."""
     collectives = proposal.collectives
     if collectives is None or collectives.offers.buffer_bytes is None:
         return []
     mesh = proposal.values.mesh
     model = proposal.facts.model
-    size = collectives.offers.buffer_bytes(mesh, model.hidden_size, step_tokens)
+    size = collectives.offers.buffer_bytes(
+        mesh, model.hidden_size, counts.groups * counts.step_tokens
+    )
     if collectives.offers.expert_rows:
         size += sum(
-            chosen.offers.buffer_bytes(chosen.options, mesh, model, step_tokens)
+            chosen.offers.buffer_bytes(chosen.options, mesh, model, counts.step_tokens)
             for chosen in proposal.parallel
             if chosen.offers.buffer_bytes is not None
         )
@@ -108,7 +110,7 @@ def _sampler(proposal: Proposal) -> SamplerOffers:
 
 def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
     """Return the budget line of the activations of the largest step."""
-    groups = proposal.values.mesh.get("dp", 1)
+    groups = counts.groups
     step_tokens = counts.step_tokens
     gathered = step_tokens * groups
     how = f"a step of {step_tokens} tokens"

@@ -16,6 +16,7 @@ from torch import Tensor
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Collectives, ParallelStrategy, Shard
 from glowplug.core.step.batch import NO_WORK, StepShape, idle_batch
+from glowplug.core.step.request import SamplingParams, Sequence
 
 #: roles whose shards are disjoint
 SPLIT_ROLES = (
@@ -89,6 +90,25 @@ class ParallelSuite:
     def test_it_deals_requests_the_same_each_call(self) -> None:
         strategy = self.make(0)
         assert strategy.router() is strategy.router()
+
+    def test_every_rank_deals_a_request_to_the_same_group(self) -> None:
+        routers = [self.make(rank).router() for rank in range(self.ranks)]
+        found = [router for router in routers if router is not None]
+        assert len(found) in (0, self.ranks)
+        for router in found:
+            router.shares = True
+        for length in (1, 40, 40, 7, 900, 40):
+            prompt = np.arange(length, dtype=np.int32)
+            params = SamplingParams(max_tokens=4)
+            owners = {
+                router.group
+                for router in found
+                if router.owns(Sequence(id=length, prompt=prompt, params=params))
+            }
+            assert len(owners) == bool(found)
+            if length == 7:
+                for router in found:
+                    router.forget_prefixes()
 
     def test_one_rank_agrees_with_itself(self) -> None:
         if self.ranks == 1:

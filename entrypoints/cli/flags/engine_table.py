@@ -221,7 +221,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--cuda-graph-bs", "--cuda-graph-bs-decode"),
         "graphs.batch_sizes",
-        "batch sizes to capture",
+        "batch sizes of the whole engine to capture",
         int,
         also={"graphs.use": "cuda_graph"},
         many=True,
@@ -229,7 +229,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--cuda-graph-max-bs", "--cuda-graph-max-bs-decode"),
         "graphs.max_batch",
-        "largest batch size to capture",
+        "largest batch size of the whole engine to capture",
         int,
         also={"graphs.use": "cuda_graph"},
     ),
@@ -272,19 +272,19 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--max-running-requests", "--max-num-seqs"),
         "scheduler.max_running_requests",
-        "maximum number of running sequences",
+        "maximum number of running sequences of the whole engine",
         int,
     ),
     Flag(
         ("--max-queued-requests", "--max-num-queued-reqs"),
         "scheduler.max_queued_requests",
-        "maximum number of waiting sequences; further requests are answered 429",
+        "maximum number of waiting sequences of the whole engine; further ones are answered 429",
         int,
     ),
     Flag(
         ("--chunked-prefill-size",),
         "scheduler.chunk_size",
-        "maximum number of prompt tokens per step",
+        "maximum number of prompt tokens per step of the whole engine",
         int,
     ),
     switch(

@@ -131,7 +131,7 @@ def make_job(
 def _check_count(context: Context, n: int, prompts: int) -> None:
     """Raise RequestError if a request has more sequences than the engine can run and queue."""
     sizes = context.plan.sizes
-    max_sequences = min(context.options.max_choices, sizes.max_running + sizes.max_queued)
+    max_sequences = min(context.options.max_choices, sizes.max_admitted)
     if n * prompts > max_sequences:
         raise RequestError(
             f"n x prompts is {n * prompts}, and at most {max_sequences} are allowed", param="n"

@@ -10,6 +10,7 @@ from typing import Literal
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.kv_layout import latent_entries
+from glowplug.core.facts.mesh import group_share
 from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
@@ -62,14 +63,15 @@ def check(context: CheckContext) -> Iterator[Refusal]:
             f"fp8_e4m3; the speculative algorithm computes {context.values.width}",
             other,
         )
+    mesh = context.values.mesh
     rows = context.config.scheduler.max_running_requests
-    if rows is not None and rows > FP8_ROWS_MAX:
+    if rows is not None and group_share(rows, mesh) > FP8_ROWS_MAX:
         yield Refusal(
             "flashmla",
             "scheduler.max_running_requests",
             f"flashmla takes at most {FP8_ROWS_MAX} rows per step over a KV cache in fp8_e4m3, "
-            f"not {rows}",
-            f"scheduler.max_running_requests = {FP8_ROWS_MAX}, or {other}",
+            f"not {group_share(rows, mesh)}",
+            f"scheduler.max_running_requests = {FP8_ROWS_MAX * mesh.get('dp', 1)}, or {other}",
         )
 
 

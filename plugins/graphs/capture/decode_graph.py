@@ -7,7 +7,7 @@ their results are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -19,14 +19,13 @@ from torch import Tensor
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, StepShape
+from glowplug.plugins.graphs.capture.padding_marks import PaddingMarks, mark_bytes
 from glowplug.plugins.graphs.capture.staging import Staging
 
 T = TypeVar("T")
 FIELD_ALIGNMENT = 256  #: alignment of each field's first byte
 LONG = np.dtype(np.int64)  #: dtype of positions, KV slots and rows
 INT = np.dtype(np.int32)  #: dtype of row lengths
-BOOL = np.dtype(np.bool_)  #: dtype of the mask of padding tokens
-ON_DEVICE = {LONG: torch.int64, INT: torch.int32, BOOL: torch.bool}  #: torch's dtypes
 
 
 class GraphRecorder(Protocol):
@@ -59,6 +58,7 @@ class GraphShape:
         keys: Number of cached tokens of the longest row that the graph can hold.
         page_size: Tokens per page.
         spare: Row of the sequence table that no sequence uses, for padding rows.
+        groups: Number of groups of ranks whose padding is marked; 0: padding is not marked.
     """
 
     mode: Mode
@@ -67,15 +67,22 @@ class GraphShape:
     keys: int
     page_size: int
     spare: int
+    groups: int = 0
 
     @staticmethod
-    def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0) -> GraphShape:
+    def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0, groups: int = 0) -> GraphShape:
         """Return the shape for ``rows`` rows of up to ``keys`` tokens.
 
         ``keys`` = 0: rows may be as long as the plan allows.
         """
         return GraphShape(
-            mode, rows, sizes.width, keys or sizes.positions, sizes.page_size, sizes.max_running
+            mode,
+            rows,
+            sizes.width,
+            keys or sizes.positions,
+            sizes.page_size,
+            sizes.max_running,
+            groups,
         )
 
     @property
@@ -85,12 +92,9 @@ class GraphShape:
 
     @property
     def fields(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
-        """Length and dtype of the parts of a graph's memory, in their order.
-
-        The parts are positions, KV slots, rows, kv_lens and padding.
-        """
+        """Length and dtype of positions, KV slots, rows and kv_lens, in their order in memory."""
         tokens = self.rows * self.width
-        return (tokens, LONG), (tokens, LONG), (self.rows, LONG), (self.rows, INT), (tokens, BOOL)
+        return (tokens, LONG), (tokens, LONG), (self.rows, LONG), (self.rows, INT)
 
     @property
     def offsets(self) -> list[int]:
@@ -99,6 +103,12 @@ class GraphShape:
         for length, dtype in self.fields:
             ends.append(ends[-1] + -(-length * dtype.itemsize // FIELD_ALIGNMENT) * FIELD_ALIGNMENT)
         return ends
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the largest copy to the graph's memory."""
+        marks = mark_bytes(self.rows, self.width, self.groups)
+        return max(self.offsets[-1], 4 * self.rows * self.columns, marks)
 
     @property
     def padded_length(self) -> int:
@@ -128,7 +138,6 @@ class Held:
         kv_slots: View of the KV slots, [B, W].
         rows: View of the rows, [B].
         kv_lens: View of the row lengths, [B].
-        padding: View of the mask of padding tokens, [B, W].
     """
 
     all: Tensor
@@ -136,7 +145,6 @@ class Held:
     kv_slots: NDArray[np.int64]
     rows: NDArray[np.int64]
     kv_lens: NDArray[np.int32]
-    padding: NDArray[np.bool_]
 
 
 class CapturedPiece:
@@ -171,16 +179,26 @@ class DecodeGraph:
         self._table = torch.zeros(shape.rows, shape.columns, dtype=torch.int32, device=device)
         # the content of ``_table``
         self._pages: NDArray[np.int32] = np.zeros((shape.rows, shape.columns), np.int32)
-        self._offsets = np.arange(shape.width, dtype=np.int64)
-        self._first_columns = np.arange(shape.rows, dtype=np.int64)[:, None] * shape.columns
-        self._padding = np.tile(
-            (shape.padded_length - shape.width + self._offsets) % shape.page_size, (shape.rows, 1)
-        )
+        self._set_places()
         self._views: dict[int, Held] = {}
         self._live = 0
         self._graphs: dict[str, tuple[Callable[[], None], Any]] = {}
         self._keys: dict[str, CapturedPiece] = {}
         self.batch = self._own_batch(device)
+        self._marks: PaddingMarks | None = None
+        if shape.groups:
+            self._marks = PaddingMarks(shape.rows, shape.width, shape.groups, device, staging)
+            self.batch.padding = self._marks.step
+            self.batch.draft_padding = self._marks.drafts
+
+    def _set_places(self) -> None:
+        """Set the arrays that do not depend on a step: offsets in a row, columns, padding."""
+        shape = self.shape
+        self._offsets = np.arange(shape.width, dtype=np.int64)
+        self._first_columns = np.arange(shape.rows, dtype=np.int64)[:, None] * shape.columns
+        self._padding = np.tile(
+            (shape.padded_length - shape.width + self._offsets) % shape.page_size, (shape.rows, 1)
+        )
 
     def _own_batch(self, device: torch.device) -> Batch:
         rows = self.shape.rows
@@ -198,21 +216,18 @@ class DecodeGraph:
             pages=self._pages[:, :1],
             pieces=self,
             longest=self.shape.keys,
-            agreed=StepShape(self.shape.mode, rows, rows * width),
+            agreed=StepShape(self.shape.mode, rows, rows * width, decodes=rows),
         )
-        self._set_device_fields(made)
+        made.positions, made.kv_slots, made.row_ids, made.kv_lens_device = self._device_fields()
         made.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         made.page_table = self._table
         return made
 
-    def _set_device_fields(self, batch: Batch) -> None:
-        """Set the device fields of ``batch`` that are views of the graph's memory."""
-        views = [
-            self._memory[at : at + length * dtype.itemsize].view(ON_DEVICE[dtype])
-            for at, (length, dtype) in zip(self.shape.offsets, self.shape.fields)
-        ]
-        batch.positions, batch.kv_slots, batch.row_ids, batch.kv_lens_device, padding = views
-        batch.padding = padding.unsqueeze(1)
+    def _device_fields(self) -> Iterator[Tensor]:
+        """Yield the parts of the graph's memory, in the order of ``GraphShape.fields``."""
+        for at, (length, dtype) in zip(self.shape.offsets, self.shape.fields):
+            part = self._memory[at : at + length * dtype.itemsize]
+            yield part.view(torch.int64 if dtype == LONG else torch.int32)
 
     # ---- GraphPieces -----------------------------------------------------------------------------
 
@@ -269,16 +284,20 @@ class DecodeGraph:
             own.rows[live : self._live] = shape.spare
             own.kv_lens[live : self._live] = shape.padded_length
         self._fill_pages(batch.pages, live)
-        number = self._staging.take()
-        held = self._held(number)
-        self._fill_held(held, live)
-        self._staging.copy(number, held.all, self._memory)
+        self._fill_numbers(live)
+        if self._marks is not None:
+            self._marks.fill(batch)
         return own
 
-    def _fill_held(self, held: Held, live: int) -> None:
-        """Write the fields of the graph's batch, whose first ``live`` rows are no padding."""
+    def _fill_numbers(self, live: int) -> None:
+        """Copy positions, KV slots, rows and lengths of the own batch, whose page table is set.
+
+        ``live``: number of rows that are not padding.
+        """
         own = self.batch
         shape = self.shape
+        number = self._staging.take()
+        held = self._held(number)
         np.add((own.kv_lens - shape.width)[:, None], self._offsets, out=held.positions)
         columns = held.positions // shape.page_size
         pages = self._pages.reshape(-1)[columns + self._first_columns]
@@ -287,8 +306,7 @@ class DecodeGraph:
         held.kv_slots[live:] = self._padding[live:]
         held.rows[:] = own.rows
         held.kv_lens[:] = own.kv_lens
-        held.padding[:live] = False
-        held.padding[live:] = True
+        self._staging.copy(number, held.all, self._memory)
 
     def _held(self, number: int) -> Held:
         """Return the views of staging buffer ``number``."""
@@ -300,12 +318,7 @@ class DecodeGraph:
             ]
             grid = (self.shape.rows, self.shape.width)
             self._views[number] = Held(
-                host,
-                parts[0].reshape(grid),
-                parts[1].reshape(grid),
-                parts[2],
-                parts[3],
-                parts[4].reshape(grid),
+                host, parts[0].reshape(grid), parts[1].reshape(grid), parts[2], parts[3]
             )
         return self._views[number]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps
-from glowplug.core.step.batch import Batch, StepShape
+from glowplug.core.step.batch import Batch, Padding, StepShape
 from glowplug.core.step.graph_pieces import SplitCall
 
 T = TypeVar("T")
@@ -118,9 +118,15 @@ class Pass:
     """A captured prefill pass of ``tokens`` tokens, called like ``Steps.forward``.
 
     A call may have fewer tokens, but not more.
+
+    Args:
+        tokens: Most tokens of a call.
+        memory: Buffers of all passes.
+        tape: Recorder of the pieces.
+        groups: Number of groups of ranks whose padding is marked; 0: padding is not marked.
     """
 
-    def __init__(self, tokens: int, memory: PassMemory, tape: Tape) -> None:
+    def __init__(self, tokens: int, memory: PassMemory, tape: Tape, groups: int) -> None:
         self.tokens = tokens
         self._memory = memory
         self._tape = tape
@@ -129,7 +135,12 @@ class Pass:
         self._calls: list[_Call] = []
         self._pieces: list[Callable[[], None]] = []
         self._batch = _batch_of(tokens)
-        self._batch.padding = memory.padding[:tokens]
+        self._marks: Tensor | None = None
+        self._live = (0,) * groups  # tokens of each group that are not padding
+        if groups:
+            own = memory.padding[:tokens]
+            self._marks = own if groups == 1 else torch.ones_like(own).repeat(groups, 1)
+            self._batch.padding = Padding(own, self._marks)
 
     def capture(self, steps: Steps) -> None:
         """Capture the pass and replay each piece once, because a graph's first launch is slower."""
@@ -174,11 +185,23 @@ class Pass:
         live = len(ids)
         pieces = iter(self._pieces)
         self._memory.fill(ids, positions)
+        if len(self._live) > 1 and batch.agreed is not None:
+            self._mark(batch.agreed.group_tokens or (live,) * len(self._live))
         next(pieces)()
         for call, piece in zip(self._calls, pieces):
             call(live)
             piece()
         return self._hidden[:live]
+
+    def _mark(self, tokens: tuple[int, ...]) -> None:
+        """Mark the tokens behind the first ``tokens[g]`` ones of each group g as padding."""
+        assert self._marks is not None, "several groups have marks"
+        for marks, now, before in zip(self._marks.chunk(len(tokens)), tokens, self._live):
+            if now > before:
+                marks[before:now] = False
+            elif now < before:
+                marks[now:before] = True
+        self._live = tokens
 
 
 class Passes:
@@ -195,6 +218,7 @@ class Passes:
         tape: Tape,
         failed: Callable[[Exception, Pass], None],
         report: Callable[[int], None],
+        groups: int = 0,
     ) -> None:
         """Capture passes for ``counts`` tokens, the largest first.
 
@@ -204,11 +228,12 @@ class Passes:
             tape: Recorder that captures a pass.
             failed: Called with the error and the pass when a capture fails; may raise.
             report: Called with the number of passes captured so far.
+            groups: Number of groups of ranks whose padding is marked; 0: padding is not marked.
         """
         memory = PassMemory(max(counts, default=0), torch.device(steps.device))
         for done, tokens in enumerate(sorted(counts, reverse=True)):
             report(done)
-            made = Pass(tokens, memory, tape)
+            made = Pass(tokens, memory, tape, groups)
             try:
                 made.capture(steps)
             except Exception as error:
