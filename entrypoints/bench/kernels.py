@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from glowplug.core.errors import ConfigError, GlowplugError, PlanRefused
-from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import AttentionOffers
 from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.core.startup.lone_rank import plan_of_ranks
 from glowplug.entrypoints.bench.kernel.rows import SLOTS, call_row, difference, show
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
@@ -201,7 +201,7 @@ def measure(
 
     def planned(variant: Variant) -> EnginePlan:
         settings = _settings(config, variant.overrides, folder, shapes)
-        return make_plan(settings, plugins=plugins, source="bench kernels")
+        return plan_of_ranks(settings, plugins, "bench kernels")
 
     base = planned(Variant("auto"))
     steps = MeasuredSteps(shapes, tuple(args.slots), times, _rates(base, args.bandwidth))
@@ -259,7 +259,6 @@ def _settings(
         "model": str(folder),
         "skip_tokenizer": True,
         "weights": {"use": "random"},
-        "executor": {"use": "inline"},
     }
 
 
