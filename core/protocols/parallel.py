@@ -183,7 +183,8 @@ class Collectives(Protocol):
 
     Over an axis of size one they return their input.
 
-    Two further methods are optional. ``check() -> None`` raises a CollectiveError after a failure
+    An attribute and two methods are optional. ``replaced: str`` is the reason why another backend
+    does all exchanges, "" for none. ``check() -> None`` raises a CollectiveError after a failure
     that only the device has noticed. ``reduced_norm(input_format, add_norm)`` returns a function
     (terms, axis, residual, weight, eps) -> (normed, sum). This function sums ``PartialSum.terms``
     over the ranks, adds the residual and norms the sum. ``add_norm`` is the variant of

@@ -73,15 +73,19 @@ def number_of_ranks(config: Mapping[str, Any], plugins: PluginSet) -> int:
 
 def machine_for(ranks: int, stores_weights: bool = True) -> HardwareFacts:
     """Return the facts of a machine with this machine's first device, cores and memory per rank."""
-    here = this_machine()
-    device = here.devices[:1]
-    memory = here.cpu_memory * ranks
-    if not stores_weights:
-        device = tuple(replace(one, memory=UNLIMITED) for one in device)
-        memory = UNLIMITED
+    here = this_machine() if stores_weights else without_memory_limit(this_machine())
     return replace(
-        here, devices=device * ranks, cpu_cores=here.cpu_cores * ranks, cpu_memory=memory
+        here,
+        devices=here.devices[:1] * ranks,
+        cpu_cores=here.cpu_cores * ranks,
+        cpu_memory=here.cpu_memory * ranks,
     )
+
+
+def without_memory_limit(machine: HardwareFacts) -> HardwareFacts:
+    """Return the facts of ``machine`` with more memory than any model needs."""
+    devices = tuple(replace(device, memory=UNLIMITED) for device in machine.devices)
+    return replace(machine, devices=devices, cpu_memory=UNLIMITED)
 
 
 def lone_context(plan: EnginePlan, plugins: PluginSet, rank: int = 0) -> BuildContext:
@@ -128,7 +132,8 @@ class LoneRank:
         return x.repeat(copies)
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
-        return x.chunk(self._size(axis))[self._at[axis]].clone()
+        own: Tensor = x.chunk(self._size(axis))[self._at[axis]]
+        return own.clone()
 
     def all_to_all(self, x: Tensor, axis: str) -> Tensor:
         return x[self._at[axis]].expand_as(x).contiguous()
@@ -136,7 +141,7 @@ class LoneRank:
     def all_to_all_rows(
         self, x: Tensor, counts: Sequence[int], received: Sequence[int], axis: str
     ) -> Tensor:
-        own = x.split(list(counts))[self._at[axis]]
+        own: Tensor = x.split(list(counts))[self._at[axis]]
         return own.repeat(len(received), *[1] * (x.dim() - 1))
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
