@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from glowplug.core.errors import EngineDead
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.step.messages import Control, Reply, decode_inbound, encode
 from glowplug.entrypoints import bench
@@ -24,13 +25,13 @@ from glowplug.entrypoints.bench.ranks.collectives import (
     Ranks,
     measured_providers,
 )
-from glowplug.entrypoints.bench.ranks.operations import (
-    ADD_NORM,
+from glowplug.entrypoints.bench.ranks.exchange_times import (
     ALL_GATHER,
     ALL_REDUCE,
     EXCHANGE,
     REDUCE_SCATTER,
 )
+from glowplug.entrypoints.bench.ranks.operations import ADD_NORM
 from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
 from glowplug.plugins.parallel.ep_moe import EpMoeOptions
 from glowplug.plugins.parallel.ep_moe_runtime import EXCHANGES
@@ -102,6 +103,8 @@ class Layout:
     def replies(self, provider: MeasuredProvider) -> list[Reply]:
         """Return the replies of rank 0 to one measurement by ranks in threads."""
         plan = self.planner.plan(provider)
+        # NOTE: msgspec crashes if several threads are the first to decode a type
+        assert EnginePlan.from_json(plan.to_json()) == plan
         work = {**self.planner.work(provider), "captured": False, "plan": plan.to_json().decode()}
         address = f"file://{self.folder}/{provider.label}-{provider.exchanges}"
 

@@ -222,7 +222,12 @@ class Planner:
     ) -> None:
         self._sizes = list(args.collective_bytes)
         self._tokens = list(args.exchange_tokens)
-        self._config = config
+        # a cut model has no draft layer, and no step is captured
+        self._config = {
+            key: value for key, value in config.items() if key not in ("speculative", "graphs")
+        }
+        given = config.get("graphs", {})
+        self._graphs = {"use": given["use"]} if "use" in given else {}
         self._plugins = plugins
         self._folder = folder
 
@@ -235,14 +240,14 @@ class Planner:
             PlanRefused: the provider cannot run.
         """
         try:
-            return self._made(provider, self._config.get("graphs"))
+            return self._made(provider, self._graphs)
         except PlanRefused:
-            if "graphs" in self._config:
+            if self._graphs:
                 raise
         return self._made(provider, {"use": "eager"})
 
-    def _made(self, provider: MeasuredProvider, graphs: Mapping[str, Any] | None) -> EnginePlan:
-        """Return the plan of a provider. ``graphs``: section of the configuration; None: auto."""
+    def _made(self, provider: MeasuredProvider, graphs: Mapping[str, Any]) -> EnginePlan:
+        """Return the plan of a provider. ``graphs``: section of the configuration; {}: auto."""
         hidden = int(self._plugins.read_model(str(self._folder)).facts.hidden_size)
         ranks = number_of_ranks(self._config, self._plugins)
         chunk = max([64, *(size // hidden for size in self._sizes)])

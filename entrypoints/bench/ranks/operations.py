@@ -19,12 +19,14 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import ExpertExchange, PartialSum
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Batch, StepShape, idle_batch
+from glowplug.entrypoints.bench.ranks.exchange_times import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    EXCHANGE,
+    REDUCE_SCATTER,
+)
 
-ALL_REDUCE = "all_reduce"
-ALL_GATHER = "all_gather"
-REDUCE_SCATTER = "reduce_scatter"
 ADD_NORM = "all_reduce + add + norm"
-EXCHANGE = "expert exchange"  #: dispatch and combine
 READER = "model.layers.0.mlp.gate_proj"  #: layer whose input format a quantising norm writes
 READER_ROWS = 128  #: one quantisation block
 NORM_ROWS_MAX = 512  #: most tokens of a measured norm
