@@ -144,6 +144,9 @@ class LoneRank:
         own: Tensor = x.split(list(counts))[self._at[axis]]
         return own.repeat(len(received), *[1] * (x.dim() - 1))
 
+    def expert_rows(self, *given: object) -> None:
+        """Return None: there is no peer whose memory could be accessed."""
+
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         return data or b""
 

@@ -327,6 +327,9 @@ def test_times_are_the_fastest_provider_s_and_interpolated() -> None:
 
     assert [us(size) for size in (1, 100, 200, 300, 600)] == pytest.approx([3, 3, 4, 5, 10])
     assert us(128, EXCHANGE) == pytest.approx(9.0)
+    rows.append(row(7, 8.0, operation=f"{EXCHANGE} (fp8_group128)", tokens=128))
+    times = ExchangeTimes(rows, "here")
+    assert us(128, EXCHANGE) == pytest.approx(8.0), "in whatever format the tokens are sent"
     with pytest.raises(ValueError, match=r"here has no all_gather of 2 ranks: .*--tp 2"):
         us(1, ALL_GATHER)
 

@@ -82,8 +82,10 @@ class ExchangeTimes:
         self.source = source
         self._seconds: dict[tuple[str, int], dict[int, float]] = {}
         for row in rows:
-            points = self._seconds.setdefault((row["operation"], row["ranks"]), {})
-            size = row["tokens"] if row["operation"] == EXCHANGE else row["bytes"]
+            exchanged = row["operation"].startswith(EXCHANGE)  # in any format of the tokens
+            operation = EXCHANGE if exchanged else row["operation"]
+            points = self._seconds.setdefault((operation, row["ranks"]), {})
+            size = row["tokens" if exchanged else "bytes"]
             points[size] = min(points.get(size, float("inf")), row["us"] / 1e6)
 
     @classmethod

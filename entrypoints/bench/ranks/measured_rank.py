@@ -28,12 +28,8 @@ from glowplug.core.step.messages import (
     decode_turn,
     encode_turn,
 )
-from glowplug.entrypoints.bench.ranks.operations import (
-    ExpertExchanges,
-    Operation,
-    SumsAndGathers,
-    axes_of,
-)
+from glowplug.entrypoints.bench.ranks.expert_exchanges import ExpertExchanges
+from glowplug.entrypoints.bench.ranks.operations import Operation, SumsAndGathers, axes_of
 from glowplug.entrypoints.bench.ranks.timing import RankTimer
 
 

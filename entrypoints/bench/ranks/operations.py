@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,11 @@ from glowplug.core.facts.mesh import AXES, group
 from glowplug.core.layers.linear import FORMAT_PLAIN, Linear, Part, produced_format
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plugin.offers import Mode
-from glowplug.core.protocols import ExpertExchange, PartialSum
+from glowplug.core.protocols import PartialSum
 from glowplug.core.protocols.build_context import BuildContext
-from glowplug.core.step.batch import Batch, StepShape, idle_batch
 from glowplug.entrypoints.bench.ranks.exchange_times import (
     ALL_GATHER,
     ALL_REDUCE,
-    EXCHANGE,
     REDUCE_SCATTER,
 )
 
@@ -247,113 +243,6 @@ class SummedNorm:
         wanted = self._norm.add(summed(terms).to(self._residual.dtype), self._residual)
         pairs = zip(tensors_of(self.of(terms[own].clone())), tensors_of(wanted), strict=True)
         return max(difference(one, other) for one, other in pairs)
-
-
-class ExpertExchanges:
-    """Dispatch and combine of the tokens of a layer with routed experts.
-
-    Args:
-        context: the rank's components.
-        plan: the plan, whose strategies exchange tokens.
-    """
-
-    def __init__(self, context: BuildContext, plan: EnginePlan) -> None:
-        model = plan.facts.model
-        layer = next(number for number, routed in enumerate(model.sizes.routed) if routed)
-        exchange = context.parallel.expert_exchange(
-            f"model.layers.{layer}.mlp", model.n_routed_experts
-        )
-        assert exchange is not None, "the plan has a strategy that exchanges tokens"
-        self._exchange: ExpertExchange = exchange
-        self._context = context
-        self._model = model
-        at = context.worker.coordinates
-        self._seed = plan.seed + at["dp"]
-        self._ranks = len(group("tp", context.worker.rank, plan.mesh))
-        self._group = len(group("attn_tp", context.worker.rank, plan.mesh))
-        #: ranks that hold parts of the same experts; each computes its part of a token's sum
-        self._sharers = len(group("moe_tp", context.worker.rank, plan.mesh))
-
-    def operations(self, tokens: Iterable[int]) -> Iterator[Operation]:
-        """Yield the exchange of each number of tokens of a rank."""
-        eps = float(torch.finfo(self._context.dtype).eps)
-        for count in tokens:
-            sent = ExchangedTokens(self._exchange, self._tokens(count))
-            yield Operation(
-                EXCHANGE,
-                "tp",
-                self._ranks,
-                count * self._model.hidden_size * self._context.dtype.itemsize,
-                count,
-                0.0,
-                (self._ranks + 2) * eps,
-                partial(sent.error, self._sharers),
-                sent.run,
-            )
-
-    def _tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random tokens of this rank's group, ``count`` a rank, as ``dispatch`` takes them.
-
-        Each token has random experts, all different.
-        """
-        rows = count * self._group
-        generator = torch.Generator().manual_seed(self._seed)
-        scores = torch.rand(rows, self._model.n_routed_experts, generator=generator)
-        weights, ids = scores.topk(self._model.sizes.experts_per_token)
-        weights /= weights.sum(-1, keepdim=True)
-        x = random_numbers(self._context, self._seed, rows, self._model.hidden_size)
-        return x, ids.to(x.device), weights.to(x.device)
-
-
-class ExchangedTokens:
-    """Tokens that are sent to their experts and back.
-
-    The experts of the check multiply a token by its weight, so that the result does not depend on
-    where an expert is.
-
-    Args:
-        exchange: the exchange.
-        tokens: x, ids and weights of this rank's group.
-    """
-
-    def __init__(
-        self,
-        exchange: ExpertExchange,
-        tokens: tuple[Tensor, Tensor, Tensor],
-    ) -> None:
-        self._exchange = exchange
-        self._x, self._ids, self._weights = tokens
-        self._zeros = torch.zeros_like(self._x)
-        self._batch = step_of(len(self._x))
-
-    def error(self, sharers: int) -> float:
-        """Return the largest difference from the tokens times the sums of their weights.
-
-        ``sharers``: number of ranks that each compute a part of an expert's result.
-        """
-        x, ids, factors = self._exchange.dispatch(
-            self._x.clone(), self._ids, self._weights, self._batch
-        )
-        share = (factors.float() * (ids >= 0)).sum(-1, keepdim=True) / sharers
-        y = torch.where(share > 0, x.float() * share, 0.0).to(x.dtype)
-        wanted = self._x.float() * self._weights.sum(-1, keepdim=True)
-        return difference(self._exchange.combine(y), wanted)
-
-    def run(self) -> Tensor:
-        """Send zeros to the tokens' experts and back."""
-        sent = self._exchange.dispatch(self._zeros, self._ids, self._weights, self._batch)
-        return self._exchange.combine(sent[0])
-
-
-def step_of(tokens: int) -> Batch:
-    """Return a batch of ``tokens`` rows that decode one token each, as all ranks agreed."""
-    batch = idle_batch()
-    batch.mode = Mode.DECODE
-    batch.rows = np.arange(tokens, dtype=np.int32)
-    batch.query_lens = np.ones(tokens, np.int32)
-    batch.num_decodes = tokens
-    batch.agreed = StepShape(Mode.DECODE, tokens, tokens)
-    return batch
 
 
 def random_numbers(context: BuildContext, seed: int, *shape: int) -> Tensor:
