@@ -183,13 +183,15 @@ class Collectives(Protocol):
 
     Over an axis of size one they return their input.
 
-    An attribute and two methods are optional. ``replaced: str`` is the reason why another backend
-    does all exchanges, "" for none. ``check() -> None`` raises a CollectiveError after a failure
+    Two further methods are optional. ``check() -> None`` raises a CollectiveError after a failure
     that only the device has noticed. ``reduced_norm(input_format, add_norm)`` returns a function
     (terms, axis, residual, weight, eps) -> (normed, sum). This function sums ``PartialSum.terms``
     over the ranks, adds the residual and norms the sum. ``add_norm`` is the variant of
     ``Ops.add_rms_norm`` whose results have the format ``input_format``. With ``reduced_norm``,
     layers pass ``PartialSum`` to norms.
+
+    The attribute ``replaced: str`` is optional: the reason why another backend does all exchanges
+    on this machine, "" for none.
 
     Raises:
         CollectiveError: a peer has ended or does not answer within ``collectives.timeout``.
