@@ -151,6 +151,29 @@ def test_tables_are_named_by_the_shapes_of_a_rank(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
+    ("layout", "others"), [((("tensor", 4),), 0), ((("tensor", 4), ("ep_moe", 2)), 4)]
+)
+@pytest.mark.parametrize("name", ["v3", "v3_fp8"])
+def test_experts_of_other_ranks_count_in_the_measured_routing(
+    name: str,
+    layout: Strategies,
+    others: int,
+    plugins: PluginSet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    from glowplug.plugins.quantization.tuning.dense_experts import MoeTuner
+    from glowplug.plugins.quantization.tuning.fp8_experts import Fp8ExpertsTuner
+
+    plan = plan_of_ranks(config_of(write_config(tmp_path, name), layout), plugins, "a test")
+    tuner: Any = (Fp8ExpertsTuner if name == "v3_fp8" else MoeTuner)(plan)
+    ((table,)) = tuner.tables(layer_shapes(plan, plugins), ())
+    problem = table.problem if name == "v3_fp8" else table.problem[0]
+    assert problem.others == others
+
+
+@pytest.mark.parametrize(
     ("sheet", "tuner", "layout", "said"),
     [
         ("", "moe", ("--tp-size", "7"), "num_attention_heads of 128 does not split over 7"),
