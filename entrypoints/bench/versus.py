@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from glowplug import __version__
@@ -23,7 +24,9 @@ from glowplug.entrypoints.bench.others.layout import ONE_GPU, OURS, add_layout_o
 from glowplug.entrypoints.bench.others.peer_engines import ENGINES, interpreters, version
 from glowplug.entrypoints.bench.ranks.exchange_times import ExchangeTimes, step_exchanges
 
-KINDS = ("static", "serving", "collectives")
+KINDS = ("static", "serving")
+#: kind of run that measures the exchanges between ranks for the floors; of this engine only
+COLLECTIVES = "collectives"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +67,8 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[.KIND]=WORDS",
-        help="more arguments of an engine; with a KIND (static, serving or collectives) for this "
-        "run alone",
+        help="more arguments of an engine; KIND static or serving: for this run alone (glowplug: "
+        "also collectives)",
     )
     group.add_argument(
         "--one-gpu",
@@ -158,7 +161,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     if args.one_gpu and layout.ranks == 1:
         raise ValueError("--one-gpu measures one GPU beside several: give --tp-size 2, or more")
     engines = interpreters(args.peer, args.one_gpu)
-    options = _options(args.options)
+    options = _options(args.options, engines)
     versions = {
         name: __version__ if name in (OURS, ONE_GPU) else version(ENGINES[name], python)
         for name, python in engines.items()
@@ -185,8 +188,10 @@ def _check_sizes(args: argparse.Namespace) -> None:
         raise ValueError("--num-prompts must have one value for each value of --serving")
 
 
-def _options(given: list[str]) -> dict[tuple[str, str], list[str]]:
+def _options(given: list[str], engines: Collection[str]) -> dict[tuple[str, str], list[str]]:
     """Parse ``--options`` into a mapping from (engine, kind) to command-line arguments.
+
+    ``engines``: names of the measured engines.
 
     Raises:
         ValueError: unknown engine or kind.
@@ -195,11 +200,20 @@ def _options(given: list[str]) -> dict[tuple[str, str], list[str]]:
     for pair in given:
         target, equals, words = pair.partition("=")
         name, _, kind = target.partition(".")
-        if not equals or name not in ENGINES or kind not in ("", *KINDS):
+        kinds = (*KINDS, COLLECTIVES) if name == OURS else KINDS
+        if not equals or name not in ENGINES or kind not in ("", *kinds):
             raise ValueError(
                 f"--options {pair}: expected NAME=WORDS or NAME.KIND=WORDS, with NAME one of "
-                f"{', '.join(ENGINES)} and KIND one of {', '.join(KINDS)}"
+                f"{', '.join(ENGINES)} and KIND one of {', '.join(kinds)}"
             )
-        for one in (kind,) if kind else KINDS:
+        _check_measured(name, engines)
+        for one in (kind,) if kind else kinds:
             found.setdefault((name, one), []).extend(shlex.split(words))
     return found
+
+
+def _check_measured(name: str, engines: Collection[str]) -> None:
+    """Raise ValueError if the engine ``name`` is none of the measured ``engines``."""
+    if name not in engines:
+        how = "--one-gpu" if name == ONE_GPU else f"--peer {name}=PYTHON"
+        raise ValueError(f"--options {name}: {name} is not measured; give {how} as well")
