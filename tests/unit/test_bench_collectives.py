@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from glowplug.core.errors import EngineDead
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import Quantized
@@ -34,9 +35,11 @@ from glowplug.entrypoints.bench.ranks.exchange_times import (
 )
 from glowplug.entrypoints.bench.ranks.expert_exchanges import ExchangedTokens
 from glowplug.entrypoints.bench.ranks.operations import ADD_NORM
+from glowplug.entrypoints.checkpoints.cut_model import write_cut
 from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
 from glowplug.plugins.parallel.ep_moe import EpMoeOptions
 from glowplug.plugins.parallel.ep_moe_runtime import EXCHANGES
+from tests.support.source_tree import ROOT
 from tests.support.tiny import write_config
 
 pytestmark = pytest.mark.usefixtures("quick_switches")
@@ -346,6 +349,29 @@ def test_layouts_that_cannot_be_measured_are_refused_before_any_rank_starts(
     monkeypatch.setattr(collectives, "this_machine", lambda: replace(here(), cpu_cores=1))
     assert bench.run(parsed("--model", "tiny-v3", "--device", "cpu", *words)) == 2
     assert said in capsys.readouterr().err
+
+
+def test_exchanges_on_gpus_are_captured_where_the_plan_captures_steps(
+    plugins: PluginSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the exchange whose row counts the host reads is not, and it is still measured."""
+    sheet = read_sheet("4xh200")
+    monkeypatch.setattr(collectives, "this_machine", lambda: sheet)
+    config = {"parallel": [{"use": "tensor", "size": 4}]}
+    shape = json.loads((ROOT / "models/shapes/deepseek-v3.json").read_text())
+    write_cut(shape, tmp_path)
+    args = parsed("--model", "v3", "--tp", "4")
+    planner = Planner(args, config, plugins, tmp_path)
+    base = planner.plan(MeasuredProvider("auto"))
+    captured = {}
+    for provider in measured_providers(base, config, plugins, args):
+        plan = planner.plan(provider)
+        captured[provider.label] = collectives.captures(plan, plugins)
+        assert plan.sizes.max_step_tokens >= 4 * 1024
+    eager = {label for label, found in captured.items() if not found}
+    assert base.choice("collectives").name == "peer_memory"
+    assert {"peer_memory", "nccl", "nccl all_gather"} <= set(captured) - eager
+    assert eager == {"peer_memory all_to_all", "nccl all_to_all"}
 
 
 @pytest.mark.gpu
