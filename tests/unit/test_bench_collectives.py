@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from glowplug.core.errors import EngineDead
+from glowplug.core.errors import EngineDead, PlanRefused
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
@@ -151,7 +151,7 @@ def test_results_of_four_ranks_are_right(
     for provider in layout.providers:
         try:
             (reply,) = layout.replies(provider)
-        except collectives.PlanRefused:
+        except PlanRefused:
             refused.append(provider.label)
             continue
         assert reply.ok, (provider.label, reply.error)
@@ -365,7 +365,10 @@ def test_exchanges_on_gpus_are_captured_where_the_plan_captures_steps(
     base = planner.plan(MeasuredProvider("auto"))
     captured = {}
     for provider in measured_providers(base, config, plugins, args):
-        plan = planner.plan(provider)
+        try:
+            plan = planner.plan(provider)
+        except PlanRefused:
+            continue
         captured[provider.label] = collectives.captures(plan, plugins)
         assert plan.sizes.max_step_tokens >= 4 * 1024
     eager = {label for label, found in captured.items() if not found}
