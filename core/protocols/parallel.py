@@ -280,6 +280,9 @@ class Collectives(Protocol):
     hidden, topk, rows, dtype)`` returns an ``ExpertRows`` for up to ``rows`` tokens a rank, or None
     without access to peers' memory; all ranks of the axis call the method together.
 
+    The attribute ``replaced: str`` is optional: the reason why another backend does all exchanges
+    on this machine, "" for none.
+
     Raises:
         CollectiveError: a peer has ended or does not answer within ``collectives.timeout``.
     """

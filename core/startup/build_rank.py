@@ -25,7 +25,7 @@ from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.protocols import Model, QuantizationScheme, Scheduler, Worker
+from glowplug.core.protocols import Collectives, Model, QuantizationScheme, Scheduler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.startup.components import build_component
@@ -45,18 +45,22 @@ def build_context(
     *,
     facts: ModelFacts | None = None,
     context: int | None = None,
+    collectives: Collectives | None = None,
 ) -> BuildContext:
     """Return the context that the plan's model is built from, with newly built components.
 
     Args:
         facts: model facts to use instead of the plan's.
         context: longest sequence, in tokens, to use instead of the plan's.
+        collectives: collectives to use instead of the plan's.
     """
+    if collectives is None:
+        collectives = build_component(plugins, plan.choice("collectives"), plan, worker)
     components = {
         slot: build_component(plugins, plan.choice(slot), plan, worker)
-        for slot in ("quantization", "collectives", "attention", "ops")
+        for slot in ("quantization", "attention", "ops")
     }
-    joined = replace(worker, collectives=components["collectives"])
+    joined = replace(worker, collectives=collectives)
     strategies = [
         build_component(plugins, choice, plan, joined) for choice in plan.choices_in("parallel")
     ]
@@ -68,7 +72,7 @@ def build_context(
         scheme=components["quantization"],
         plain=_plain_scheme(plan, plugins, worker),
         parallel=ParallelStack(strategies),
-        collectives=components["collectives"],
+        collectives=collectives,
         attention=components["attention"],
         ops=components["ops"],
         spare=plan.sizes.positions - plan.sizes.context_length,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.protocols.tuning import LayerShapes
 from glowplug.core.startup.components import build_component
+from glowplug.core.startup.lone_rank import lone_context
 
 if TYPE_CHECKING:
     from glowplug.core.plan.plan import EnginePlan
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
 def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
     """Return the layer shapes that the plan's model requests from its quantization schemes.
 
-    The model is built once with schemes that record each request and make no weights.
+    The model is built once for each rank, with schemes that record each request and make no
+    weights. No rank is started.
     """
-    plain, chosen = _record(plan, plugins)
+    plain, chosen = _RecordedShapes(), _RecordedShapes()
+    for rank in range(plan.ranks):
+        _record(plan, plugins, rank, plain, chosen)
     registered = plugins.find("quantization", plan.choice("quantization").name)
     offers = registered.component.offers if registered is not None else None
     quantizes = isinstance(offers, QuantizationOffers) and "none" not in offers.reads
@@ -42,17 +46,26 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
     )
 
 
-def _record(plan: EnginePlan, plugins: PluginSet) -> tuple[_RecordingScheme, _RecordingScheme]:
-    """Build the model; return the unquantized and the chosen scheme, with the recorded shapes."""
-    from glowplug.core.startup.build_rank import build_context, make_worker
+def _record(
+    plan: EnginePlan,
+    plugins: PluginSet,
+    rank: int,
+    plain: _RecordedShapes,
+    chosen: _RecordedShapes,
+) -> None:
+    """Build the model of ``rank`` and add the shapes that it requests.
 
-    worker = make_worker(plan, 0)
-    context = build_context(plan, plugins, worker)
-    plain: Any = _RecordingScheme(context.plain)
-    chosen: Any = _RecordingScheme(context.scheme)
-    family = build_component(plugins, plan.choice("model"), plan, worker)
-    family.build(replace(context, scheme=chosen, plain=plain))
-    return plain, chosen
+    Args:
+        plain: receives the shapes of the unquantized scheme.
+        chosen: receives the shapes of the plan's scheme.
+    """
+    context = lone_context(plan, plugins, rank)
+    family = build_component(plugins, plan.choice("model"), plan, context.worker)
+    schemes: tuple[Any, Any] = (
+        _RecordingScheme(context.plain, plain),
+        _RecordingScheme(context.scheme, chosen),
+    )
+    family.build(replace(context, plain=schemes[0], scheme=schemes[1]))
 
 
 def _distinct(shapes: Iterable[Any], key: Callable[[Any], object]) -> list[Any]:
@@ -63,11 +76,15 @@ def _distinct(shapes: Iterable[Any], key: Callable[[Any], object]) -> list[Any]:
     return list(found.values())
 
 
-class _RecordingScheme:
-    """A scheme that records the shapes requested from it and makes no weights."""
+class _RecordedShapes:
+    """The shapes that were requested from one scheme, in order.
 
-    def __init__(self, scheme: QuantizationScheme) -> None:
-        self._scheme = scheme
+    Attributes:
+        linears: shapes of linear layers.
+        grouped: shapes of routed experts.
+    """
+
+    def __init__(self) -> None:
         self.linears: list[LinearShape] = []
         self.grouped: list[ExpertsShape] = []
 
@@ -76,17 +93,25 @@ class _RecordingScheme:
         """Names of the recorded layers: module paths of linear layers, prefixes of experts."""
         return {shape.name for shape in self.linears} | {shape.prefix for shape in self.grouped}
 
+
+class _RecordingScheme:
+    """A scheme that records the shapes requested from it and makes no weights."""
+
+    def __init__(self, scheme: QuantizationScheme, shapes: _RecordedShapes) -> None:
+        self._scheme = scheme
+        self._shapes = shapes
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheme, name)
 
     def linear(self, shape: LinearShape) -> _EmptyMethod:
         """Record ``shape`` and return a method without weights."""
-        self.linears.append(shape)
+        self._shapes.linears.append(shape)
         return _EmptyMethod()
 
     def experts(self, shape: ExpertsShape) -> _EmptyMethod:
         """Record ``shape`` and return a method without weights."""
-        self.grouped.append(shape)
+        self._shapes.grouped.append(shape)
         return _EmptyMethod()
 
 

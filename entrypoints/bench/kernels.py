@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from glowplug.core.errors import ConfigError, GlowplugError, PlanRefused
-from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import AttentionOffers
 from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.core.startup.lone_rank import plan_of_ranks
 from glowplug.entrypoints.bench.kernel.rows import SLOTS, call_row, difference, show
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.floor import card_bandwidth
+from glowplug.entrypoints.bench.ranks import collectives, tables
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
@@ -73,6 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the conditions and all rows as JSON",
     )
+    collectives.configure(parser)
     add_engine_options(parser)
 
 
@@ -80,24 +82,28 @@ def run(args: argparse.Namespace) -> int:
     """Measure the kernels of each slot's providers and print the tables.
 
     Returns:
-        Exit status 0; 2 when the model, or the plan's own choice for it, is refused.
+        Exit status 0; 1 when an exchange between ranks failed; 2 when the model, or the plan's own
+            choice for it, is refused.
     """
     try:
         config = engine_config(args)
         plugins = load_plugins(extra=args.extra_plugins)
         with tempfile.TemporaryDirectory(prefix="glowplug-kernels-") as folder:
-            found = measure(args, config, plugins, Path(folder))
+            measured = collectives.measure if args.collectives else measure
+            found = measured(args, config, plugins, Path(folder))
     except (GlowplugError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     for row in found["rows"]:
-        del row["out"], row["key"]  # tensors, and the key they were compared under
-    print(show(found["rows"]))
-    for label, why in found["refused"].items():
+        for key in ("out", "key"):  # tensors, and the key they were compared under
+            row.pop(key, None)
+    print((tables.show if args.collectives else show)(found["rows"]))
+    failed = found.get("failed", {})
+    for label, why in (found["refused"] | failed).items():
         print(f"not measured: {label}: {why}")
     if args.output_file:
         report.write_json(Path(args.output_file), found)
-    return 0
+    return 1 if failed else 0
 
 
 # ---- variants ------------------------------------------------------------------------------------
@@ -201,7 +207,7 @@ def measure(
 
     def planned(variant: Variant) -> EnginePlan:
         settings = _settings(config, variant.overrides, folder, shapes)
-        return make_plan(settings, plugins=plugins, source="bench kernels")
+        return plan_of_ranks(settings, plugins, "bench kernels")
 
     base = planned(Variant("auto"))
     steps = MeasuredSteps(shapes, tuple(args.slots), times, _rates(base, args.bandwidth))
@@ -259,7 +265,6 @@ def _settings(
         "model": str(folder),
         "skip_tokenizer": True,
         "weights": {"use": "random"},
-        "executor": {"use": "inline"},
     }
 
 

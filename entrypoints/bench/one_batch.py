@@ -9,6 +9,7 @@ import argparse
 import itertools
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
 from glowplug.entrypoints.bench.others.engine_options import engine_config
-from glowplug.entrypoints.bench.others.floor import card_bandwidth, known_card, plan_floor
+from glowplug.entrypoints.bench.others.floor import StepFloor, known_card
 from glowplug.entrypoints.bench.others.in_process import (
     BatchTimes,
     median_run,
@@ -24,9 +25,11 @@ from glowplug.entrypoints.bench.others.in_process import (
     run_static_batch,
     traced,
 )
+from glowplug.entrypoints.bench.ranks.exchange_times import ExchangeTimes
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
 if TYPE_CHECKING:
+    from glowplug.core.plan.plan import EnginePlan
     from glowplug.entrypoints.front.llm import LLM
 
 SHOWN_STEPS = 5  #: decode steps printed one by one
@@ -79,13 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--profile", action="store_true", help="trace one more run with torch's profiler"
     )
-    group.add_argument(
-        "--bandwidth",
-        type=float,
-        default=None,
-        metavar="TB/S",
-        help="bandwidth of device memory for the floor; default: that of a copy on this card",
-    )
+    _add_floor_options(group)
     group.add_argument(
         "--result-filename",
         "--output-file",
@@ -102,6 +99,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser)
 
 
+def _add_floor_options(group: Any) -> None:
+    """Add the options of ``_floor`` to ``group``."""
+    group.add_argument(
+        "--bandwidth",
+        type=float,
+        default=None,
+        metavar="TB/S",
+        help="bandwidth of device memory for the floor; default: that of a copy on this card",
+    )
+    group.add_argument(
+        "--exchange-times",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="record of `bench kernels --collectives`: the floor of several ranks then includes "
+        "their exchanges",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure static batches of every requested shape and print the table.
 
@@ -116,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
             given, shapes, _positions(given.get("model", "embedded"), args.extra_plugins)
         )
         return _run(args, config, shapes)
-    except (GlowplugError, ValueError) as error:
+    except (GlowplugError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -160,7 +176,7 @@ def _record_shape(
     llm: LLM,
     rng: random.Random,
     shape: tuple[int, int, int],
-    bandwidth: float,
+    floor: StepFloor,
 ) -> dict[str, Any]:
     """Measure one batch shape and return its record.
 
@@ -171,13 +187,13 @@ def _record_shape(
         llm: the engine.
         rng: source of the prompts.
         shape: (sequences, prompt tokens, tokens to generate).
-        bandwidth: bytes per second of the device's memory; 0 if unknown.
+        floor: floor of decode steps.
 
     Raises:
         EngineDead: the engine has stopped.
     """
     try:
-        return record(_measure(args, llm, rng, shape), args, llm, bandwidth)
+        return record(_measure(args, llm, rng, shape), args, llm, floor)
     except EngineDead:
         raise
     except GlowplugError as error:
@@ -199,22 +215,34 @@ def _run(
 
     with LLM(**config) as llm:
         rng = random.Random(llm.plan.seed)
-        bandwidth = (
-            args.bandwidth * 1e12
-            if args.bandwidth
-            else card_bandwidth(llm.plan.facts.hardware.devices)
-        )
+        floor = _floor(args, llm.plan, shapes)
         records: list[dict[str, Any]] = []
         for shape in shapes:
-            records.append(_record_shape(args, llm, rng, shape, bandwidth))
+            records.append(_record_shape(args, llm, rng, shape, floor))
             if args.result_filename:
                 report.append_line(Path(args.result_filename), records[-1])
             if args.save:  # after each shape, so that an interrupted run keeps its results
-                report.write_json(Path(args.save), document(llm, records, bandwidth))
+                report.write_json(Path(args.save), document(llm, records, floor))
     print(
         report.table(COLUMNS, [[found.get(column, "-") for column in COLUMNS] for found in records])
     )
     return 1 if any("error" in found for found in records) else 0
+
+
+def _floor(
+    args: argparse.Namespace, plan: EnginePlan, shapes: list[tuple[int, int, int]]
+) -> StepFloor:
+    """Return the floor of the plan's decode steps.
+
+    Raises:
+        OSError: the file of ``--exchange-times`` cannot be read.
+        ValueError: it has no time of an exchange that a step of ``shapes`` makes.
+    """
+    times = ExchangeTimes.read(args.exchange_times) if args.exchange_times else None
+    found = StepFloor(plan, args.bandwidth and args.bandwidth * 1e12, times)
+    for batch, _, _ in shapes:
+        found.exchange_seconds(batch)
+    return found
 
 
 def _measure(
@@ -271,13 +299,11 @@ def show(times: BatchTimes, every: int) -> None:
 
 
 def record(
-    times: BatchTimes, args: argparse.Namespace, llm: LLM, bandwidth: float
+    times: BatchTimes, args: argparse.Namespace, llm: LLM, floor: StepFloor
 ) -> dict[str, Any]:
     """Return the record of one static batch: SGLang's keys in seconds, then ours in milliseconds.
 
-    Args:
-        bandwidth: bytes per second of device memory, for the floor (the least time of a step); 0 if
-            it is unknown.
+    ``floor``: floor of decode steps.
     """
     found: dict[str, Any] = {
         "run_name": args.run_name,
@@ -299,26 +325,21 @@ def record(
         "decode_steps": len(times.steady),
         "decode_tokens_per_s": times.decode_throughput,
     }
-    if bandwidth and times.decodes:
-        moved = plan_floor(llm.plan, times.batch, times.input_len)
-        floor = moved.seconds(bandwidth)
-        found |= {
-            "floor_gb": moved.total / 1e9,
-            "floor_ms": floor * 1e3,
-            "floor_share": floor / times.median_decode,
-        }
+    if floor.bandwidth and times.decodes:
+        found |= floor.record(times.batch, times.input_len, times.median_decode)
     devices = llm.plan.facts.hardware.devices
     card = known_card(devices[0].name) if devices else None
     if card:
-        floor = card.prefill(llm.plan.facts.model, times.batch, times.input_len)
+        on_ranks = replace(card, mesh=llm.plan.mesh)
+        least = on_ranks.prefill(llm.plan.facts.model, times.batch, times.input_len)
         found |= {
-            "floor_prefill_ms": floor * 1e3,
-            "floor_prefill_tokens_per_s": times.batch * times.input_len / floor,
+            "floor_prefill_ms": least * 1e3,
+            "floor_prefill_tokens_per_s": times.batch * times.input_len / least,
         }
     return found
 
 
-def document(llm: LLM, records: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
+def document(llm: LLM, records: list[dict[str, Any]], floor: StepFloor) -> dict[str, Any]:
     """Return the document that ``--save`` writes.
 
     The document has the conditions, the plan's choice for each slot, and every record.
@@ -331,7 +352,9 @@ def document(llm: LLM, records: list[dict[str, Any]], bandwidth: float) -> dict[
         "dtype": plan.dtype,
         "kv_dtype": plan.kv_dtype,
         "overlap": plan.overlap,
-        "bandwidth_tb_s": bandwidth / 1e12,
+        "mesh": plan.mesh,
+        "bandwidth_tb_s": floor.bandwidth / 1e12,
+        "floor": floor.about,
         "chosen": {choice.slot: choice.options for choice in plan.choices},
         "startup_seconds": llm.control("info").get("startup_seconds"),
         "results": records,

@@ -25,13 +25,14 @@ import orjson
 
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench.others import report
-from glowplug.entrypoints.bench.others.floor import measured_card
-from glowplug.entrypoints.bench.others.peer_engines import OURS
+from glowplug.entrypoints.bench.others.floor import Card, measured_card
+from glowplug.entrypoints.bench.others.layout import ONE_GPU, OURS
 
 #: columns after those of the engines
 EXTRA_COLUMNS = (
     "offline",
     "times_best_peer",
+    "times_one_gpu",
     "floor",
     "share_of_floor",
     "share_of_offline",
@@ -120,9 +121,7 @@ def run(args: argparse.Namespace) -> int:
         Exit status 0; 2 when a file cannot be read.
     """
     try:
-        engines = {OURS: points(args.ours)}
-        if args.floor_model:
-            engines[OURS] = with_floors(engines[OURS], args.ours, args.floor_model, args.floor_card)
+        engines = {OURS: _ours(args)}
         for given in args.peer:
             name, equals, file = given.partition("=")
             if not equals or not name:
@@ -141,6 +140,14 @@ def run(args: argparse.Namespace) -> int:
     if args.output_file:
         report.write_json(args.output_file, {"conditions": header(args.ours), "tables": found})
     return 0
+
+
+def _ours(args: argparse.Namespace) -> Points:
+    """Return this engine's points, with the floors of ``--floor-model`` if it is given."""
+    found = points(args.ours)
+    if not args.floor_model:
+        return found
+    return with_floors(found, args.ours, args.floor_model, measured_card(args.floor_card))
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -210,15 +217,13 @@ def merged(one: Points, other: Points) -> Points:
     return found
 
 
-def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Points:
+def with_floors(ours: Points, path: Path, model_path: str, card: Card) -> Points:
     """Add the floors (least times) to ``ours``, the serving points read from ``path``.
 
-    Raises:
-        ValueError: the card has not been measured.
+    ``card``: the card of each rank.
     """
     from glowplug.core.plugin.registry import load_plugins
 
-    card = measured_card(card_name)
     model = load_plugins().read_model(model_path).facts
     line = _records(path)[0]
     prompt = int(line["random_input_len"])
@@ -302,7 +307,8 @@ def comparison(engines: Mapping[str, Points]) -> Tables:
     """Return a table for each metric, with a row per point and the value of every engine.
 
     ``times_best_peer`` is this engine's speed relative to the best peer: above 1, this engine is
-    faster. The floor and this engine's share of the floor's speed are added where they are known.
+    faster. ``times_one_gpu`` is relative to this engine on one GPU, if that was measured. The floor
+    and this engine's share of the floor's speed are added where they are known.
     """
     ours = engines[OURS]
     metrics = (
@@ -335,10 +341,12 @@ def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, An
         if metric.key in found.get(at, {})
     }
     row: dict[str, Any] = {"point": at, **values}
-    peers = [value for name, value in values.items() if name != OURS]
+    peers = [value for name, value in values.items() if name not in (OURS, ONE_GPU)]
     if peers:
         best = min(peers) if metric.lower else max(peers)
         row |= _ratio("times_best_peer", metric, values[OURS], best)
+    if ONE_GPU in values:
+        row |= _ratio("times_one_gpu", metric, values[OURS], values[ONE_GPU])
     floor = engines[OURS][at].get(metric.floor)
     if floor:
         row |= {"floor": floor, **_ratio("share_of_floor", metric, values[OURS], floor)}

@@ -1,6 +1,8 @@
 """``glowplug bench versus``: this engine and its peers on one checkpoint and device, with floors.
 
-Measures static batches, then servers under load (``--serving``), one engine at a time. With
+Measures static batches, then servers under load (``--serving``), one engine at a time, all with the
+same layout of ranks (``--tp N``). The floors of several ranks include the measured time of their
+exchanges. With
 ``--together`` all engines load at once; the caller has to limit their memory (``--options``).
 Writes tables, records and the log of every engine.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from glowplug import __version__
@@ -17,17 +20,30 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.bench.others.comparison import Comparison
 from glowplug.entrypoints.bench.others.floor import measured_card
-from glowplug.entrypoints.bench.others.peer_engines import ENGINES, OURS, interpreters, version
+from glowplug.entrypoints.bench.others.layout import ONE_GPU, OURS, add_layout_options, layout_of
+from glowplug.entrypoints.bench.others.peer_engines import ENGINES, interpreters, version
+from glowplug.entrypoints.bench.ranks.exchange_times import ExchangeTimes, step_exchanges
 
 KINDS = ("static", "serving")
+#: kind of run that measures the exchanges between ranks for the floors; of this engine only
+COLLECTIVES = "collectives"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     _add_engines(parser)
+    add_layout_options(parser)
     _add_static(parser)
     _add_serving(parser)
     parser.add_argument(
         "--floor-card", default="H200", metavar="NAME", help="card for the floors of serving"
+    )
+    parser.add_argument(
+        "--exchange-times",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="record of `bench kernels --collectives`, for the floors of several ranks; default: "
+        "the exchanges are measured first",
     )
     parser.add_argument(
         "--output-dir", type=Path, default=Path("versus"), help="for records, tables and logs"
@@ -51,7 +67,13 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[.KIND]=WORDS",
-        help="more arguments of an engine; KIND static or serving: for this run alone",
+        help="more arguments of an engine; KIND static or serving: for this run alone (glowplug: "
+        "also collectives)",
+    )
+    group.add_argument(
+        "--one-gpu",
+        action="store_true",
+        help=f"also measure this engine on one GPU ({ONE_GPU})",
     )
     group.add_argument(
         "--together",
@@ -108,11 +130,12 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         comparison = _comparison(args)
-    except (GlowplugError, ValueError) as error:
+    except (GlowplugError, OSError, ValueError) as error:
         print(f"glowplug bench versus: {error}", file=sys.stderr)
         return 2
     args.output_dir.mkdir(parents=True, exist_ok=True)
     try:
+        comparison.exchanges()
         if args.batch_size:
             comparison.static()
         if args.serving:
@@ -131,17 +154,27 @@ def _comparison(args: argparse.Namespace) -> Comparison:
 
     Raises:
         GlowplugError: the model cannot be read.
+        OSError: the file of ``--exchange-times`` cannot be read.
         ValueError: an option has a wrong value, or an engine is not installed.
     """
-    engines = interpreters(args.peer)
-    options = _options(args.options)
-    versions = {OURS: __version__} | {
-        name: version(ENGINES[name], python) for name, python in engines.items() if name != OURS
+    layout = layout_of(args, [pair.partition("=")[0] for pair in args.peer], bool(args.batch_size))
+    if args.one_gpu and layout.ranks == 1:
+        raise ValueError("--one-gpu measures one GPU beside several: give --tp-size 2, or more")
+    engines = interpreters(args.peer, args.one_gpu)
+    options = _options(args.options, engines)
+    versions = {
+        name: __version__ if name in (OURS, ONE_GPU) else version(ENGINES[name], python)
+        for name, python in engines.items()
     }
     _check_sizes(args)
     measured_card(args.floor_card)
     model = load_plugins().read_model(args.model).facts
-    return Comparison(args, engines, options, versions, model)
+    if args.exchange_times:
+        times = ExchangeTimes.read(args.exchange_times)
+        for batch in (*args.batch_size, *args.serving):
+            for exchange in step_exchanges(model, layout.mesh, batch):
+                times.seconds(exchange)
+    return Comparison(args, engines, options, versions, model, layout)
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
@@ -155,8 +188,10 @@ def _check_sizes(args: argparse.Namespace) -> None:
         raise ValueError("--num-prompts must have one value for each value of --serving")
 
 
-def _options(given: list[str]) -> dict[tuple[str, str], list[str]]:
+def _options(given: list[str], engines: Collection[str]) -> dict[tuple[str, str], list[str]]:
     """Parse ``--options`` into a mapping from (engine, kind) to command-line arguments.
+
+    ``engines``: names of the measured engines.
 
     Raises:
         ValueError: unknown engine or kind.
@@ -165,11 +200,20 @@ def _options(given: list[str]) -> dict[tuple[str, str], list[str]]:
     for pair in given:
         target, equals, words = pair.partition("=")
         name, _, kind = target.partition(".")
-        if not equals or name not in ENGINES or kind not in ("", *KINDS):
+        kinds = (*KINDS, COLLECTIVES) if name == OURS else KINDS
+        if not equals or name not in ENGINES or kind not in ("", *kinds):
             raise ValueError(
                 f"--options {pair}: expected NAME=WORDS or NAME.KIND=WORDS, with NAME one of "
-                f"{', '.join(ENGINES)} and KIND one of {', '.join(KINDS)}"
+                f"{', '.join(ENGINES)} and KIND one of {', '.join(kinds)}"
             )
-        for one in (kind,) if kind else KINDS:
+        _check_measured(name, engines)
+        for one in (kind,) if kind else kinds:
             found.setdefault((name, one), []).extend(shlex.split(words))
     return found
+
+
+def _check_measured(name: str, engines: Collection[str]) -> None:
+    """Raise ValueError if the engine ``name`` is none of the measured ``engines``."""
+    if name not in engines:
+        how = "--one-gpu" if name == ONE_GPU else f"--peer {name}=PYTHON"
+        raise ValueError(f"--options {name}: {name} is not measured; give {how} as well")

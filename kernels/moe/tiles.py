@@ -34,6 +34,7 @@ class ExpertsProblem:
         hidden: Channels of x; w13 is [E, 2 * inter, hidden], w2 [E, hidden, inter].
         inter: Channels between the two GEMMs.
         dtype: Name of the weights' dtype, e.g. "bfloat16".
+        others: Experts of the layer on other ranks, for tuning; ids of -1 stand for them.
     """
 
     experts: int
@@ -41,6 +42,11 @@ class ExpertsProblem:
     hidden: int
     inter: int
     dtype: str
+    others: int = 0
+
+    def load(self, tokens: int) -> float:
+        """Return the mean number of rows of an expert if the experts are chosen uniformly."""
+        return tokens * self.topk / (self.experts + self.others)
 
     @property
     def table_name(self) -> str:

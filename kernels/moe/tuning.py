@@ -72,13 +72,16 @@ class Bench:
     def routing(self, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
         """Return random (ids, weights) that route ``tokens`` tokens.
 
-        Every token has all fused shared experts; its other experts are drawn uniformly.
+        Every token has all fused shared experts; its other experts are drawn uniformly, also among
+        those of other ranks, whose ids are -1.
         """
         device = self.w13.device
         generator = torch.Generator(device).manual_seed(seed)
         routed = len(self.w13) - self.fused_shared
-        ids = torch.rand(tokens, routed, generator=generator, device=device)
-        ids = ids.topk(min(routed, self.problem.topk - self.fused_shared), 1).indices.int()
+        layer = routed + self.problem.others
+        ids = torch.rand(tokens, layer, generator=generator, device=device)
+        ids = ids.topk(min(layer, self.problem.topk - self.fused_shared), 1).indices.int()
+        ids.masked_fill_(ids >= routed, -1)
         always = torch.arange(
             routed, routed + self.fused_shared, dtype=torch.int32, device=device
         ).expand(tokens, -1)

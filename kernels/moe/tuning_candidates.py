@@ -181,7 +181,7 @@ def candidates(
         tokens: Tokens of a step.
         hopper: Include the Hopper kernel's configurations even if this GPU is not a Hopper.
     """
-    load = tokens * problem.topk / problem.experts
+    load = problem.load(tokens)
     found: list[Config] = [*_vectors()] if tokens <= 4 else []
     if load <= 64:
         found += [c for c in _streaming() if _suits_load(c, tokens, load)]

@@ -68,7 +68,11 @@ NORM_FORMATS = {
 
 
 class PeerMemory(Nccl):
-    """The ``Collectives`` of the GPUs of one host."""
+    """The ``Collectives`` of the GPUs of one host.
+
+    Attributes:
+        replaced: reason why NCCL does all exchanges; "" while peers' memory is used.
+    """
 
     def __init__(
         self,
@@ -84,13 +88,11 @@ class PeerMemory(Nccl):
         reason = self._connect(plan, options.timeout)
         # NOTE: ranks exchange in the same way or they would wait for each other for ever
         reasons = [found.decode() for found in self.all_gather_bytes(reason.encode())]
-        if any(reasons):
+        self.replaced = next(filter(None, reasons), "")
+        if self.replaced:
             self._forget()
             if worker.rank == 0:
-                logger.warning(
-                    "ranks exchange by NCCL alone, which is slower: %s",
-                    next(found for found in reasons if found),
-                )
+                logger.warning("ranks exchange by NCCL alone, which is slower: %s", self.replaced)
         self._peer_of = {
             axis: self._peers[members]
             for axis, members in self._members.items()

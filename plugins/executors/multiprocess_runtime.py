@@ -15,6 +15,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.plugins.executors.ranks.failure_cause import LOADED, SETTLE, not_ready
 from glowplug.plugins.executors.ranks.local import GRACE, LocalRanks
+from glowplug.plugins.executors.ranks.process import BuildLoop
 
 if TYPE_CHECKING:
     from glowplug.plugins.executors.multiprocess import MultiprocessOptions
@@ -42,8 +43,13 @@ class MultiprocessExecutor:
     def pids(self) -> list[int]:
         return self._ranks.pids
 
-    def start(self, plan: EnginePlan) -> None:
+    def start(self, plan: EnginePlan, build: BuildLoop | None = None) -> None:
         """Spawn the ranks and wait until every one is ready.
+
+        Args:
+            plan: the plan.
+            build: function that builds each rank's loop, for ranks that run no engine; see
+                ``rank_main``.
 
         Raises:
             EngineDead: a rank failed or is not ready in time; the message names rank, phase and
@@ -54,7 +60,7 @@ class MultiprocessExecutor:
             self._meeting = tempfile.TemporaryDirectory(prefix="glowplug-")
             rendezvous = f"file://{self._meeting.name}/ranks"
         deadline = time.monotonic() + self.options.start_timeout
-        self._ranks.spawn(plan, rendezvous)
+        self._ranks.spawn(plan, rendezvous, build)
         while slow := [
             rank for rank, phase in self._ranks.watch.phases.items() if phase not in LOADED
         ]:

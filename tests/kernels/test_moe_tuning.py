@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe import experts as moe_experts, tuning as moe_tuning, tuning_candidates
+from glowplug.kernels.moe.fp8 import tuning as moe_fp8_tuning
 from glowplug.kernels.moe.tiles import ExpertsProblem, dense_experts_rule, tile
 
 PROBLEM = ExpertsProblem(66, 8, 2048, 1408, "bfloat16")
@@ -123,3 +124,33 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(json.loads(path.read_text())) == ["1", "8"] and tuned.table.__wrapped__(
         str(path)
     ) == {1: {"a": 2}, 8: {"a": 1}}
+
+
+@pytest.mark.parametrize("fused", [0, 1])
+def test_tokens_choose_the_experts_of_other_ranks_too(fused: int) -> None:
+    """A rank of eight with 8 of 64 experts gets an eighth of the pairs, its ids in the same range
+    as in a run.
+    """
+    dense = ExpertsProblem(8 + fused, 6 + fused, 32, 16, "float32", 56)
+    fp8 = moe_fp8_tuning.Fp8ExpertsProblem(8 + fused, 6 + fused, 32, 16, fused, 56)
+    bench = moe_tuning.Bench.make(dense, fused, device="cpu")
+    for ids, weights in (
+        bench.routing(4000, 0),
+        moe_fp8_tuning.routing(fp8, 8 + fused, 4000, 0, device="cpu"),
+    ):
+        assert ids.shape == weights.shape == (4000, 6 + fused)
+        routed = ids[:, :6]
+        held = routed[routed >= 0]
+        assert set(held.tolist()) == set(range(8)) and int(routed.min()) == -1
+        assert len(held) == pytest.approx(4000 * 6 / 8, rel=0.05)
+        assert bool((ids[:, 6:] == 8).all())
+    whole = ExpertsProblem(8 + fused, 6 + fused, 32, 16, "float32")
+    few, many = (
+        [
+            config["block_m"]
+            for config in tuning_candidates.candidates("up", problem, 64)
+            if "block_m" in config
+        ]
+        for problem in (dense, whole)
+    )
+    assert max(few) < max(many), "tiles suit the rows of an expert"

@@ -30,8 +30,8 @@ if words[0] == "-c":
     print("version 0.0.1")
 elif words[1] == "sglang.bench_one_batch":
     import argparse
-    parser = argparse.ArgumentParser()
-    for name in ("--model-path", "--result-filename", "--mem-fraction-static"):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in ("--model-path", "--result-filename", "--mem-fraction-static", "--tp-size"):
         parser.add_argument(name)
     for name in ("--batch-size", "--input-len", "--output-len", "--cuda-graph-bs",
                  "--piecewise-cuda-graph-tokens"):

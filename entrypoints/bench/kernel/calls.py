@@ -286,8 +286,9 @@ class RecordedScheme:
 
         def cost(args: tuple[Any, ...]) -> Cost:
             ids = args[1]
-            distinct = int(torch.unique(ids[ids >= 0]).numel())
-            return Cost(distinct * one * self._width, 2.0 * ids.numel() * one)
+            held = ids[ids >= 0]  # the others are experts of other ranks
+            distinct = int(torch.unique(held).numel())
+            return Cost(distinct * one * self._width, 2.0 * held.numel() * one)
 
         method.apply = self._recorder.wrap("experts", "experts", method.apply, cost)
         return method  # type: ignore[no-any-return]

@@ -24,9 +24,9 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Limits, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
-from glowplug.core.startup.build_rank import build_context, make_worker
 from glowplug.core.startup.components import build_component
 from glowplug.core.startup.load_weights import load_model
+from glowplug.core.startup.lone_rank import lone_context
 from glowplug.core.step.batch import Batch, shape_of
 from glowplug.core.step.kv_pool import KVPool
 from glowplug.core.step.request import SamplingParams
@@ -101,16 +101,16 @@ class NoiseSource:
 
 
 class KernelWorld:
-    """The components of one rank, built around a cut model.
+    """The components of one rank, built around a cut model; further ranks are not started.
 
     ``calls(shape)`` runs one step and returns the recorded calls to these components.
     """
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet) -> None:
         self.plan = plan
-        self.worker = make_worker(plan, 0)
         self.recorder = CallRecorder(plan)
-        plain = build_context(plan, plugins, self.worker)
+        plain = lone_context(plan, plugins)
+        self.worker = plain.worker
         self.context = _with_recorders(plain, self.recorder)
         family = build_component(plugins, plan.choice("model"), plan, self.worker)
         self.model: Any = family.build(self.context)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,15 +17,21 @@ from glowplug.entrypoints.bench.load.local_server import free_port
 from glowplug.entrypoints.bench.one_batch import MIN_CONTEXT
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions_apart
+from glowplug.entrypoints.bench.others.floor import about_floor, measured_card
+from glowplug.entrypoints.bench.others.layout import ONE_GPU, ONE_RANK, OURS, RankLayout
 from glowplug.entrypoints.bench.others.own_load import OwnLoad
 from glowplug.entrypoints.bench.others.peer_engines import (
     ENGINES,
-    OURS,
     PeerEngine,
     ServedRun,
     StaticRun,
 )
 from glowplug.entrypoints.bench.others.turns import Loaded, MeasuredProgram, answers, in_turns
+from glowplug.entrypoints.bench.ranks.exchange_times import (
+    EXCHANGE,
+    ExchangeTimes,
+    step_exchanges,
+)
 
 
 def _logged(mark: str, log: str) -> bool:
@@ -44,6 +51,7 @@ class Comparison:
         options: further command-line arguments by (engine, kind of run).
         versions: version by engine.
         model: facts of the checkpoint.
+        layout: how the ranks of every engine share the model.
 
     Attributes:
         failed: errors by (kind, engine).
@@ -56,18 +64,60 @@ class Comparison:
         options: Mapping[tuple[str, str], list[str]],
         versions: Mapping[str, str],
         model: ModelFacts,
+        layout: RankLayout = ONE_RANK,
     ) -> None:
         self._args = args
         self._engines = engines
         self._options = options
         self._versions = versions
         self._folder: Path = args.output_dir
-        self._vocab = model.vocab_size
+        self._model = model
+        self._layout = layout
+        self._times: Path | None = args.exchange_times
         self._context = min(
             model.max_positions, max(MIN_CONTEXT, args.input_len + args.serving_output_len)
         )
         self._commands: dict[str, str] = {}
         self.failed: dict[tuple[str, str], str] = {}
+
+    def _layout_of(self, engine: str) -> RankLayout:
+        """Return the layout of an engine: the command's, or one rank."""
+        return ONE_RANK if engine == ONE_GPU else self._layout
+
+    # ---- exchanges between ranks -----------------------------------------------------------------
+
+    def exchanges(self) -> None:
+        """Measure the exchanges between ranks that the floors need, unless their times are given.
+
+        If that fails, the floors are those without exchanges.
+        """
+        if self._times is not None or self._layout.ranks == 1:
+            return
+        result = self._folder / "collectives.json"
+        result.unlink(missing_ok=True)
+        words = self._exchange_words(result)
+        start = self._start(ENGINES[OURS], "collectives", words, partial(_logged, ""))
+        with self._recorded("collectives", OURS), start() as program:
+            program.finish(self._args.timeout)
+            self._times = result
+
+    def _exchange_words(self, result: Path) -> list[str]:
+        """Return the arguments that measure the exchanges of all steps. ``result``: file for them.
+
+        The steps are those of the batch sizes and of the concurrencies.
+        """
+        args = self._args
+        sizes: dict[bool, set[int]] = {True: set(), False: set()}
+        for batch in (*args.batch_size, *args.serving):
+            for one in step_exchanges(self._model, self._layout.mesh, batch):
+                sizes[one.operation == EXCHANGE].add(one.size)
+        return [
+            *("-m", "glowplug", "bench", "kernels", "--collectives", "--model", args.model),
+            *("--collective-bytes", *map(str, sorted(sizes[False]))),
+            *("--exchange-tokens", *map(str, sorted(sizes[True]))),
+            *self._layout.ours(),
+            *("--output-file", str(result)),
+        ]
 
     # ---- static batches --------------------------------------------------------------------------
 
@@ -80,7 +130,7 @@ class Comparison:
             result = self._folder / f"static-{name}.json"
             result.unlink(missing_ok=True)  # a tool may append to it
             files[name] = self._log("static", name) if engine.in_log else result
-            words = engine.static(self._static_run(result))
+            words = engine.static(self._static_run(name, result))
             starts.append(self._start(engine, "static", words, partial(_logged, engine.mark)))
 
         def measure(turn: MeasuredProgram) -> peers.Points:
@@ -89,17 +139,20 @@ class Comparison:
 
         self._write("static", self._in_turns("static", starts, measure), files[OURS])
 
-    def _static_run(self, result: Path) -> StaticRun:
-        """Return the static batches that every engine measures. ``result``: file for results."""
+    def _static_run(self, engine: str, result: Path) -> StaticRun:
+        """Return the static batches that an engine measures. ``result``: file for results."""
         args = self._args
+        layout = self._layout_of(engine)
         return StaticRun(
             model=args.model,
             batch_sizes=tuple(args.batch_size),
             input_len=args.input_len,
             output_len=args.output_len,
-            vocab=self._vocab,
+            vocab=self._model.vocab_size,
             repeat=args.repeat,
             result=result,
+            layout=layout,
+            exchange_times=self._times if layout.ranks > 1 else None,
         )
 
     # ---- serving ---------------------------------------------------------------------------------
@@ -139,7 +192,13 @@ class Comparison:
         self, engine: PeerEngine, port: int, load: OwnLoad
     ) -> Callable[[], MeasuredProgram]:
         """Return a function that starts an engine's server on ``port``."""
-        served = ServedRun(self._args.model, port, load.concurrency, self._context)
+        served = ServedRun(
+            self._args.model,
+            port,
+            load.concurrency,
+            self._context,
+            self._layout_of(engine.name),
+        )
         url = f"http://127.0.0.1:{port}{engine.ready}"
         return self._start(engine, "serving", engine.server(served), partial(_url_answers, url))
 
@@ -157,13 +216,20 @@ class Comparison:
             Further tables; {} if the offline engine was not measured.
         """
         args = self._args
-        found[OURS] = peers.with_floors(found[OURS], ours, args.model, args.floor_card)
+        card = replace(
+            measured_card(args.floor_card), mesh=self._layout.mesh, exchanges=self._read_times()
+        )
+        found[OURS] = peers.with_floors(found[OURS], ours, args.model, card)
         if args.offline:
             with self._recorded("serving", "offline"):
-                options = self._options.get((OURS, "serving"), [])
+                options = [*self._layout.ours(), *self._options.get((OURS, "serving"), [])]
                 result = load.offline(args.model, self._context, options)
                 return peers.beside_offline(found[OURS], result)
         return {}
+
+    def _read_times(self) -> ExchangeTimes | None:
+        """Return the times of the exchanges between ranks; None without them."""
+        return ExchangeTimes.read(self._times) if self._times else None
 
     # ---- engines in turns ------------------------------------------------------------------------
 
@@ -178,7 +244,9 @@ class Comparison:
             words: the arguments after the interpreter.
             loaded: see :class:`MeasuredProgram`.
         """
-        command = [self._engines[engine.name], *words, *self._options.get((engine.name, kind), [])]
+        own = OURS if engine.name == ONE_GPU else engine.name
+        more = self._options.get((engine.name, kind)) or self._options.get((own, kind), [])
+        command = [self._engines[engine.name], *words, *more]
         self._commands[f"{engine.name}, {kind}"] = shlex.join(command)
         return partial(
             MeasuredProgram,
@@ -284,9 +352,13 @@ class Comparison:
             **peers.header(ours),
             "command": machine["command"],
             "versions": dict(self._versions),
+            "layout": self._layout.mesh,
+            "floor": about_floor(self._layout.ranks, self._read_times()),
             "order": order + ", ".join(engines),
             "commands": {
-                name: text for name, text in self._commands.items() if name.endswith(kind)
+                name: text
+                for name, text in self._commands.items()
+                if name.endswith((kind, "collectives"))
             },
         }
         failed = {

@@ -6,17 +6,20 @@ counts if at least one token picks it (expected number under uniform independent
 (1 - k / E)^B)). The KV cache of every sequence is read once.
 
 The floor of a prefill is the time of its multiplications at the card's matrix rate, or of one read
-of the weights if that takes longer.
+of the weights if that takes longer. Several ranks share both; their exchanges may run meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.entrypoints.bench.ranks.exchange_times import ExchangeTimes
 
 #: substring of the card's name -> bytes per second of a large device copy, read and written
 #: (measured)
@@ -26,6 +29,7 @@ REACHED_SHARE = 0.9  #: assumed share of the vendor's bandwidth for cards withou
 #: (bfloat16, FP8); bfloat16 is measured, FP8 is assumed to be twice as fast
 MATRIX_RATE = {"H200": (7.9e14, 1.58e15)}
 SCALE_BYTES = 4  #: bytes of a block's float32 scale
+ONE_RANK: Mapping[str, int] = MappingProxyType({})  #: the mesh of one rank
 
 
 @dataclass(frozen=True)
@@ -52,30 +56,61 @@ class StepBytes:
 
 
 def step_bytes(
-    model: ModelFacts, batch: int, context: int, *, element: float = 2, kv_element: float = 2
+    model: ModelFacts,
+    batch: int,
+    context: int,
+    *,
+    element: float = 2,
+    kv_element: float = 2,
+    mesh: Mapping[str, int] = ONE_RANK,
 ) -> StepBytes:
-    """Return the bytes that a decode step of ``batch`` sequences of ``context`` tokens reads.
+    """Return the bytes that a rank reads in a decode step of sequences of ``context`` tokens.
 
     Args:
+        batch: number of sequences, over all groups of ranks.
         element: bytes of an unquantized weight. Weights in FP8 blocks count with their own width;
             the gate and the head are not quantized.
         kv_element: bytes of a number in the KV cache.
+        mesh: mesh axis -> size.
     """
+    heads = axis_size("attn_tp", mesh)  # ranks that share the attention heads
+    rows = -(-batch // mesh.get("dp", 1))
+    numbers = context * model.num_layers * _kv_numbers(model) / _kv_parts(model, heads)
+    return StepBytes(
+        _fixed(model, element, mesh),
+        _experts(model, element, mesh, batch),
+        rows * numbers * kv_element,
+    )
+
+
+def _fixed(model: ModelFacts, element: float, mesh: Mapping[str, int]) -> float:
+    """Return the bytes of the weights on a rank that every step reads; see ``step_bytes``."""
     width = weight_bytes(model, element)
-    layers = model.num_layers
-    routed = sum(model.sizes.routed[:layers])
-    dense = 3 * model.hidden_size * model.sizes.width
-    plain = layers * _attention(model) + (layers - routed) * dense
-    fixed = plain * width + model.vocab_size * model.hidden_size * element
-    experts = 0.0
+    ranks = mesh.get("tp", 1)
+    heads = axis_size("attn_tp", mesh)
+    routed = sum(model.sizes.routed[: model.num_layers])
+    dense = (model.num_layers - routed) * 3 * model.hidden_size * model.sizes.width / ranks
+    found = (model.num_layers * _attention(model, heads) + dense) * width
+    found += model.vocab_size * model.hidden_size * element / heads
     if routed:
-        expert = 3 * model.hidden_size * model.sizes.expert_width * width
-        fixed += routed * (
-            model.sizes.shared_experts * expert
-            + model.n_routed_experts * model.hidden_size * element
-        )
-        experts = routed * expert * distinct_experts(model, batch)
-    return StepBytes(fixed, experts, batch * context * layers * _kv_numbers(model) * kv_element)
+        sharers = heads if mesh.get("ep", 1) > 1 else ranks
+        shared = model.sizes.shared_experts * _expert(model) * width / sharers
+        found += routed * (shared + model.n_routed_experts * model.hidden_size * element)
+    return found
+
+
+def _experts(model: ModelFacts, element: float, mesh: Mapping[str, int], batch: int) -> float:
+    """Return the expected bytes of the routed experts on a rank that a step reads."""
+    routed = sum(model.sizes.routed[: model.num_layers])
+    if not routed:
+        return 0.0
+    whole = routed * _expert(model) * weight_bytes(model, element)
+    return whole * distinct_experts(model, batch) / mesh.get("tp", 1)
+
+
+def _expert(model: ModelFacts) -> int:
+    """Return the number of weight elements of one routed expert."""
+    return 3 * model.hidden_size * model.sizes.expert_width
 
 
 @dataclass(frozen=True)
@@ -135,22 +170,29 @@ class Card:
     Attributes:
         bandwidth: bytes per second of device memory.
         rates: operations per second in (bfloat16, FP8).
+        mesh: mesh axis -> size, of the ranks on several such cards.
+        exchanges: times of the exchanges between ranks; None: they do not count.
     """
 
     bandwidth: float
     rates: tuple[float, float]
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    exchanges: ExchangeTimes | None = None
 
     def decode(self, model: ModelFacts, batch: int, context: int) -> float:
         """Return the least seconds of one decode step, with weights and cache in usual widths."""
-        return step_bytes(model, batch, context).seconds(self.bandwidth)
+        read = step_bytes(model, batch, context, mesh=self.mesh).seconds(self.bandwidth)
+        sent = 0.0 if self.exchanges is None else self.exchanges.step(model, self.mesh, batch)
+        return read + sent
 
     def prefill(self, model: ModelFacts, prompts: int, length: int) -> float:
         """Return the least seconds of a prefill of ``prompts`` prompts of ``length`` tokens each.
 
         The time to read the weights covers the experts that the tokens are expected to choose.
         """
-        read = step_bytes(model, prompts * length, 0).seconds(self.bandwidth)
-        return max(prefill_work(model, prompts, length).seconds(self.rates), read)
+        read = step_bytes(model, prompts * length, 0, mesh=self.mesh).seconds(self.bandwidth)
+        work = prefill_work(model, prompts, length).seconds(self.rates)
+        return max(work / self.mesh.get("tp", 1), read)
 
     def served(
         self, model: ModelFacts, concurrency: int, prompt: int, output: int
@@ -211,20 +253,29 @@ def weight_bytes(model: ModelFacts, element: float) -> float:
     return 1 + SCALE_BYTES / (rows * columns)
 
 
-def _attention(model: ModelFacts) -> int:
-    """Return the number of weight elements of one attention layer."""
+def _attention(model: ModelFacts, heads: int = 1) -> float:
+    """Return the number of weight elements of one attention layer on one rank.
+
+    ``heads``: number of ranks that share the heads; every rank has the latent projections.
+    """
     hidden = model.hidden_size
-    heads = model.num_heads
+    count = model.num_heads / heads
     if model.kind != "mla":
-        return 2 * hidden * model.head_dim * (heads + model.num_kv_heads)
+        keys = model.num_kv_heads / _kv_parts(model, heads)
+        return 2 * hidden * model.head_dim * (count + keys)
     nope = model.head_dim - model.qk_rope_head_dim
     v = model.sizes.value
-    query = heads * (nope + model.qk_rope_head_dim)
+    query = count * (nope + model.qk_rope_head_dim)
     rank = model.kv_lora_rank
     rope = model.qk_rope_head_dim
     low = model.sizes.query_rank
     queries = hidden * low + low * query if low else hidden * query
-    return queries + hidden * (rank + rope) + rank * heads * (nope + v) + heads * v * hidden
+    return queries + hidden * (rank + rope) + rank * count * (nope + v) + count * v * hidden
+
+
+def _kv_parts(model: ModelFacts, heads: int) -> int:
+    """Return the number of parts of a token's cache on ``heads`` ranks that share the heads."""
+    return 1 if model.kind == "mla" else min(heads, model.num_kv_heads)
 
 
 def _kv_numbers(model: ModelFacts) -> int:
@@ -254,4 +305,59 @@ def plan_floor(plan: EnginePlan, batch: int, context: int) -> StepBytes:
         context,
         element=DTYPE_BYTES[plan.dtype],
         kv_element=DTYPE_BYTES[plan.kv_dtype],
+        mesh=plan.mesh,
     )
+
+
+class StepFloor:
+    """The floor of a plan's decode steps.
+
+    Args:
+        plan: the plan.
+        bandwidth: bytes per second of device memory; None: that of the plan's cards.
+        exchanges: times of the exchanges between ranks; None: they do not count.
+
+    Attributes:
+        bandwidth: bytes per second of device memory; 0 if it is unknown.
+        about: what the floor consists of, for records.
+    """
+
+    def __init__(
+        self, plan: EnginePlan, bandwidth: float | None, exchanges: ExchangeTimes | None
+    ) -> None:
+        self._plan = plan
+        self._exchanges = exchanges
+        self.bandwidth = bandwidth or card_bandwidth(plan.facts.hardware.devices)
+        self.about = about_floor(plan.ranks, exchanges)
+
+    def exchange_seconds(self, batch: int) -> float:
+        """Return the seconds of the exchanges of a step with ``batch`` sequences.
+
+        Raises:
+            ValueError: an exchange of the step was not measured.
+        """
+        if self._exchanges is None:
+            return 0.0
+        return self._exchanges.step(self._plan.facts.model, self._plan.mesh, batch)
+
+    def record(self, batch: int, context: int, spent: float) -> dict[str, float]:
+        """Return the floor of a step for a record, and its share of the ``spent`` seconds."""
+        moved = plan_floor(self._plan, batch, context)
+        read = moved.seconds(self.bandwidth)
+        sent = self.exchange_seconds(batch)
+        return {
+            "floor_gb": moved.total / 1e9,
+            "floor_exchange_ms": sent * 1e3,
+            "floor_ms": (read + sent) * 1e3,
+            "floor_share": (read + sent) / spent,
+        }
+
+
+def about_floor(ranks: int, exchanges: ExchangeTimes | None) -> str:
+    """Return what the floor of a decode step consists of."""
+    if ranks == 1:
+        return "bytes of a step at the card's bandwidth"
+    bytes_of = "bytes of the rank that reads most at one card's bandwidth"
+    if exchanges is None:
+        return f"{bytes_of}, without exchanges"
+    return f"{bytes_of}, and the exchanges of a step as measured: {exchanges.source}"

@@ -10,10 +10,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-OURS = "glowplug"  #: this engine's name among the compared engines
+from glowplug.entrypoints.bench.others.layout import (
+    ONE_GPU,
+    ONE_RANK,
+    OURS,
+    SGLANG,
+    VLLM,
+    RankLayout,
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,9 @@ class StaticRun:
         vocab: upper bound of the random token ids.
         repeat: measured runs of each shape.
         result: file for the results.
+        layout: how the ranks share the model.
+        exchange_times: record of measured exchanges between the ranks, for this engine's floors;
+            None for none.
     """
 
     model: str
@@ -37,6 +47,8 @@ class StaticRun:
     vocab: int
     repeat: int
     result: Path
+    layout: RankLayout = ONE_RANK
+    exchange_times: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -48,12 +60,14 @@ class ServedRun:
         port: TCP port.
         concurrency: most requests at a time.
         context: most tokens of a request.
+        layout: how the ranks share the model.
     """
 
     model: str
     port: int
     concurrency: int
     context: int
+    layout: RankLayout = ONE_RANK
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,7 @@ class PeerEngine:
 
 def _ours_static(run: StaticRun) -> list[str]:
     """Return the arguments of ``glowplug bench one-batch``."""
+    times = [] if run.exchange_times is None else ["--exchange-times", str(run.exchange_times)]
     return [
         "-m",
         "glowplug",
@@ -97,6 +112,8 @@ def _ours_static(run: StaticRun) -> list[str]:
         str(run.repeat),
         "--save",
         str(run.result),
+        *run.layout.ours(),
+        *times,
     ]
 
 
@@ -114,6 +131,7 @@ def _ours_server(run: ServedRun) -> list[str]:
         str(run.context),
         "--max-running-requests",
         str(run.concurrency),
+        *run.layout.ours(),
     ]
 
 
@@ -140,6 +158,7 @@ def _sglang_static(run: StaticRun) -> list[str]:
         str(run.input_len),
         "--result-filename",
         str(run.result),
+        *run.layout.sglang(),
     ]
 
 
@@ -158,6 +177,7 @@ def _sglang_server(run: ServedRun) -> list[str]:
         str(run.concurrency),
         "--cuda-graph-max-bs",
         str(run.concurrency),
+        *run.layout.sglang(),
     ]
 
 
@@ -172,6 +192,7 @@ def _vllm_static(run: StaticRun) -> list[str]:
         str(run.vocab),
         "--repeat",
         str(run.repeat),
+        *run.layout.vllm(),
     ]
 
 
@@ -188,6 +209,7 @@ def _vllm_server(run: ServedRun) -> list[str]:
         str(run.context),
         "--max-num-seqs",
         str(run.concurrency),
+        *run.layout.vllm(),
     ]
 
 
@@ -210,7 +232,7 @@ ENGINES = {
             OURS, "glowplug", "Warmup (batch", "/ready", "glowplug", _ours_static, _ours_server
         ),
         PeerEngine(
-            "sglang",
+            SGLANG,
             "sglang",
             "Warmup ...",
             "/health",
@@ -220,7 +242,7 @@ ENGINES = {
             environment={"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"},
         ),
         PeerEngine(
-            "vllm",
+            VLLM,
             "vllm",
             "engine loaded",
             "/health",
@@ -234,17 +256,22 @@ ENGINES = {
 }
 
 
-def interpreters(given: Sequence[str]) -> dict[str, str]:
+ENGINES[ONE_GPU] = replace(ENGINES[OURS], name=ONE_GPU)
+
+
+def interpreters(given: Sequence[str], one_gpu: bool = False) -> dict[str, str]:
     """Parse ``NAME=PYTHON`` pairs into Python interpreters by engine, this engine first.
+
+    ``one_gpu``: True: this engine on one GPU is one more engine.
 
     Raises:
         ValueError: an engine is unknown or given twice, or a pair is malformed.
     """
-    found = {OURS: sys.executable}
+    found = dict.fromkeys((OURS, ONE_GPU)[: 1 + one_gpu], sys.executable)
     for pair in given:
         name, equals, python = pair.partition("=")
-        if not equals or not python or name not in ENGINES or name in found:
-            known = ", ".join(sorted(set(ENGINES) - {OURS}))
+        if not equals or not python or name not in (SGLANG, VLLM) or name in found:
+            known = f"{SGLANG}, {VLLM}"
             raise ValueError(
                 f"--peer {pair}: expected NAME=PYTHON, with each of {known} at most once"
             )

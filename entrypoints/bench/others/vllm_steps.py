@@ -29,8 +29,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 SETTLING_STEPS = 8  #: decode steps at the start of a run that are left out
 
 
-def main() -> None:
-    """Load the model in vLLM and measure every batch size."""
+def arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,6 +42,8 @@ def main() -> None:
         "--vocab-size", type=int, default=100_000, help="random token ids are below this"
     )
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--enable-expert-parallel", action="store_true")
     parser.add_argument(
         "--engine",
         type=json.loads,
@@ -49,7 +51,12 @@ def main() -> None:
         metavar="JSON",
         help="further arguments of vllm.LLM, as JSON",
     )
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Load the model in vLLM and measure every batch size."""
+    args = arguments()
     here = Path(__file__).resolve().parent
     # vLLM must not import modules of this folder by their names.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
@@ -62,6 +69,8 @@ def main() -> None:
         "max_num_seqs": max(sizes),
         "max_num_batched_tokens": 16384,
         "seed": 0,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "enable_expert_parallel": args.enable_expert_parallel,
         **args.engine,
     }
     llm = LLM(model=args.model, **settings)

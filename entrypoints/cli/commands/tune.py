@@ -17,12 +17,12 @@ from typing import Any
 
 from glowplug.core.errors import ConfigError, GlowplugError, PluginLoadError, Refusal
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.component import Tuner
 from glowplug.core.plugin.loading import import_factory
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols.tuning import TableTuner, TuneTable
 from glowplug.core.startup.layer_shapes import layer_shapes
+from glowplug.core.startup.lone_rank import plan_of_ranks
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.cli.flags.command_line import read_command_line
@@ -187,20 +187,19 @@ def _selected(tables: list[TuneTable], labels: list[str]) -> list[TuneTable]:
 
 
 def _plan(config: Mapping[str, Any], plugins: PluginSet, folder: Path) -> EnginePlan:
-    """Return the plan of the model cut to one layer of each kind; all GEMM shapes stay the same."""
+    """Return the plan of the model cut to one layer of each kind; all GEMM shapes stay the same.
+
+    Several ranks (--tp-size) are planned for as many GPUs of this kind; none of them is started.
+    """
     write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
-    return make_plan(
-        {
-            "context_length": 256,
-            **config,
-            "model": str(folder),
-            "skip_tokenizer": True,
-            "weights": {"use": "random"},
-            "executor": {"use": "inline"},
-        },
-        plugins=plugins,
-        source="tune",
-    )
+    given = {
+        "context_length": 256,
+        **config,
+        "model": str(folder),
+        "skip_tokenizer": True,
+        "weights": {"use": "random"},
+    }
+    return plan_of_ranks(given, plugins, "tune", stores_weights=False)
 
 
 def _measure(tuner: TableTuner, tables: list[TuneTable], seconds: float) -> None:

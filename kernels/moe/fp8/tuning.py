@@ -68,6 +68,7 @@ class Fp8ExpertsProblem(NamedTuple):
         hidden: Channels of x.
         inter: Channels between the two GEMMs.
         fused_shared: Number of fused shared experts, the last ones.
+        others: Experts of the layer on other ranks; ids of -1 stand for them.
     """
 
     experts: int
@@ -75,11 +76,16 @@ class Fp8ExpertsProblem(NamedTuple):
     hidden: int
     inter: int
     fused_shared: int = 0
+    others: int = 0
 
     @property
     def path(self) -> Path:
         """File of this machine's table."""
         return tuned_tables.FOLDER / table_name(self.experts, self.inter, self.hidden)
+
+    def load(self, tokens: int) -> float:
+        """Return the mean number of rows of an expert if the experts are chosen uniformly."""
+        return tokens * self.topk / (self.experts + self.others)
 
 
 @dataclass
@@ -151,18 +157,23 @@ class _Experts:
         )
 
 
-def routing(problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+def routing(
+    problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int, device: str = "cuda"
+) -> tuple[Tensor, Tensor]:
     """Return random (ids, weights) that route ``tokens`` tokens to ``held`` experts.
 
-    Every token has all fused shared experts; its other experts are drawn uniformly.
+    Every token has all fused shared experts; its other experts are drawn uniformly, also among
+    those of other ranks, whose ids are -1.
     """
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     routed = held - problem.fused_shared
-    ids = torch.rand(tokens, routed, generator=generator, device="cuda")
-    ids = ids.topk(min(routed, problem.topk - problem.fused_shared), 1).indices.int()
-    always = torch.arange(routed, held, dtype=torch.int32, device="cuda").expand(tokens, -1)
+    layer = routed + problem.others
+    ids = torch.rand(tokens, layer, generator=generator, device=device)
+    ids = ids.topk(min(layer, problem.topk - problem.fused_shared), 1).indices.int()
+    ids.masked_fill_(ids >= routed, -1)
+    always = torch.arange(routed, held, dtype=torch.int32, device=device).expand(tokens, -1)
     ids = torch.cat([ids, always], 1)
-    return ids, torch.rand(ids.shape, generator=generator, device="cuda")
+    return ids, torch.rand(ids.shape, generator=generator, device=device)
 
 
 def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple[str, Config]]:
@@ -170,7 +181,7 @@ def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple
 
     Candidates depend on the mean number of rows of an expert. Kinds as in ``_Experts.call``.
     """
-    load = tokens * problem.topk / problem.experts
+    load = problem.load(tokens)
     if load >= HOPPER_ROWS_MIN and card_is_hopper() and fits_hopper(problem.hidden, BFLOAT16_BYTES):
         for kind, group in product(("gated", "second"), HOPPER_GROUPS):
             yield kind, {"BLOCK_M": HOPPER_ROWS, "GROUP": group}

@@ -24,7 +24,7 @@ from glowplug.plugins.executors.ranks.failure_cause import (
     Watch,
     first_cause,
 )
-from glowplug.plugins.executors.ranks.process import rank_main
+from glowplug.plugins.executors.ranks.process import BuildLoop, rank_main
 
 logger = logging.getLogger("glowplug.engine")
 
@@ -54,7 +54,8 @@ class LocalRanks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes.values()]
 
-    def spawn(self, plan: EnginePlan, rendezvous: str) -> None:
+    def spawn(self, plan: EnginePlan, rendezvous: str, build: BuildLoop | None = None) -> None:
+        """Start all processes; ``build``: see ``rank_main``."""
         context = multiprocessing.get_context("spawn")
         self.watch = Watch(self.ranks, self.watch.limit)
         for rank in self.ranks:
@@ -63,7 +64,7 @@ class LocalRanks:
                 target=rank_main,
                 name=f"glowplug-rank-{rank}",
                 daemon=True,
-                args=(theirs, plan.to_json(), rank, self._threads, rendezvous),
+                args=(theirs, plan.to_json(), rank, self._threads, rendezvous, build),
             )
             process.start()
             theirs.close()

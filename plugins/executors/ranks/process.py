@@ -13,18 +13,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from glowplug.core.errors import CollectiveError, PlanRefused, WeightError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.startup.garbage import settle_memory
 from glowplug.core.step.messages import Failed, Outbound, Progress, encode
 from glowplug.plugins.executors.ranks.failure_cause import BEAT, ENDED
-
-if TYPE_CHECKING:
-    from glowplug.core.engine.engine import Engine
 
 SPIN_COUNT = "3000"  #: iterations of libgomp's waiting loop, about 10 microseconds
 PR_SET_PDEATHSIG = 1  #: Linux's number of this operation of prctl
@@ -41,6 +39,33 @@ class Pipe(Protocol):
     def recv_bytes(self) -> bytes: ...
 
     def poll(self, timeout: float) -> bool: ...
+
+
+class RankLoop(Protocol):
+    """The loop of a rank's process; normally the ``Engine``, whose attributes and methods it has.
+
+    Attributes:
+        collectives: the rank's collectives.
+        leads: True: this is rank 0, which receives the front end's frames.
+        idle: True: the loop has no work until the next frame.
+    """
+
+    collectives: Any
+
+    @property
+    def leads(self) -> bool: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+    def turn(self, frames: Sequence[bytes] = (), stop: bool = False) -> list[Outbound] | None: ...
+
+    def close(self) -> None: ...
+
+
+#: function with the arguments of ``core.startup.build_rank.build_rank`` that returns a rank's loop.
+#: A process imports it by its module and name.
+BuildLoop = Callable[..., RankLoop]
 
 
 class RankLink:
@@ -141,15 +166,23 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 
 def rank_main(
-    pipe: Connection, plan_json: bytes, rank: int, threads: int | None, rendezvous: str = ""
+    pipe: Connection,
+    plan_json: bytes,
+    rank: int,
+    threads: int | None,
+    rendezvous: str = "",
+    build: BuildLoop | None = None,
 ) -> None:
-    """Run a rank in the spawned process until the parent closes the pipe or dies."""
+    """Run a rank in the spawned process until the parent closes the pipe or dies.
+
+    ``build``: function that builds the rank's loop; None: ``build_rank``, which builds an engine.
+    """
     _die_with_parent()
     _shorten_spinning()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # NOTE: on SIGTERM the front end drains first, then closes the pipe.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not run_rank(pipe, plan_json, rank, threads, rendezvous):
+    if not run_rank(pipe, plan_json, rank, threads, rendezvous, build):
         raise SystemExit(1)
 
 
@@ -165,21 +198,30 @@ def _shorten_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
-def run_rank(pipe: Pipe, plan_json: bytes, rank: int, threads: int | None, rendezvous: str) -> bool:
+def run_rank(
+    pipe: Pipe,
+    plan_json: bytes,
+    rank: int,
+    threads: int | None,
+    rendezvous: str,
+    build: BuildLoop | None = None,
+) -> bool:
     """Build a rank and run its loop in the calling thread until the engine ends.
+
+    ``build``: see ``rank_main``.
 
     Returns:
         False if the rank failed; it has then reported the failure.
     """
     link = RankLink(pipe, rank)
-    engine: Engine | None = None
+    engine: RankLoop | None = None
     try:
         plan = EnginePlan.from_json(plan_json)
         watchdog = float(plan.choice("executor").options.get("watchdog", 300.0))
         threading.Thread(
             target=link.beat_forever, args=(watchdog,), daemon=True, name="glowplug-beat"
         ).start()
-        engine = _build(plan, rank, threads, link, rendezvous)
+        engine = _build(plan, rank, threads, link, rendezvous, build)
         link.waits_in = type(engine.collectives).__module__
         _serve(engine, link)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -207,8 +249,13 @@ def _die_with_parent() -> None:
 
 
 def _build(
-    plan: EnginePlan, rank: int, threads: int | None, link: RankLink, rendezvous: str
-) -> Engine:
+    plan: EnginePlan,
+    rank: int,
+    threads: int | None,
+    link: RankLink,
+    rendezvous: str,
+    build: BuildLoop | None,
+) -> RankLoop:
     import torch
 
     from glowplug.core.startup.build_rank import build_rank
@@ -222,10 +269,11 @@ def _build(
             settle_memory()
         link.report(phase, done, total)
 
-    return build_rank(plan, rank, load_plugins_for(plan), report, rendezvous, link.note)
+    plugins = load_plugins_for(plan)
+    return (build or build_rank)(plan, rank, plugins, report, rendezvous, link.note)
 
 
-def _serve(engine: Engine, link: RankLink) -> None:
+def _serve(engine: RankLoop, link: RankLink) -> None:
     """Run the rank's loop until the front end leaves or stops the engine.
 
     Rank 0 reads its pipe and blocks only when the engine is idle. The other ranks follow rank 0's

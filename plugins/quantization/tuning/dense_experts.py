@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.protocols import ExpertsShape
 from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.moe import tuning as moe_tuning
@@ -30,6 +31,7 @@ class MoeTuner:
                 shape.hidden,
                 shape.inter,
                 self._dtype,
+                others_of(shape),
             )
             path = tuned_tables.FOLDER / problem.table_name
             label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
@@ -56,6 +58,11 @@ class MoeTuner:
             workers=min(8, os.cpu_count() or 1),
             log=log,
         )
+
+
+def others_of(shape: ExpertsShape) -> int:
+    """Return the number of the layer's routed experts that other ranks hold."""
+    return max(0, shape.total - shape.count)
 
 
 def rows_in(path: Path) -> tuple[int, ...]:

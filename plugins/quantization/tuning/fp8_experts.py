@@ -8,7 +8,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.moe.fp8 import tuning as moe_fp8_tuning
 from glowplug.plugins.quantization.block_fp8.weights import whole_blocks
-from glowplug.plugins.quantization.tuning.dense_experts import rows_in
+from glowplug.plugins.quantization.tuning.dense_experts import others_of, rows_in
 
 
 class Fp8ExpertsTuner:
@@ -28,6 +28,7 @@ class Fp8ExpertsTuner:
                 shape.hidden,
                 whole_blocks(shape.inter),
                 shape.fused_shared,
+                others_of(shape),
             )
             label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
             found[problem] = TuneTable(
