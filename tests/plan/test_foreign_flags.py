@@ -21,7 +21,7 @@ from glowplug.entrypoints.cli.flags.parser import Parser
 from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, FLAGS
 
 
-def given(plugins: PluginSet, *words: str) -> CommandLine:
+def given(plugins: PluginSet | None, *words: str) -> CommandLine:
     parser = Parser(prog="glowplug serve")
     add_engine_options(parser)
     return read_command_line(parser.parse_args(list(words)), plugins)
@@ -268,3 +268,19 @@ def test_a_value_of_another_form_ends_with_code_2(
     capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     assert words[0] in said(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "collectives"),
+    [
+        (("--facts", "8xh200", "--tp", "2"), "peer_memory"),
+        (("--facts", "8xh200", "--tp", "2", "--disable-custom-all-reduce"), "nccl"),
+        (("--facts", "cpu", "--tp", "2", "--disable-custom-all-reduce"), "gloo"),
+        (("--facts", "1xh200", "--disable-custom-all-reduce"), "local"),
+    ],
+)
+def test_own_all_reduces_can_be_turned_off(
+    v3: Path, words: tuple[str, ...], collectives: str
+) -> None:
+    found = given(None, "--model", str(v3), "--load-format", "dummy", "--dtype", "bfloat16", *words)
+    assert found.plan().choice("collectives").name == collectives

@@ -7,7 +7,7 @@ from typing import Any
 
 from glowplug.core.facts.machine import sheet_names
 from glowplug.entrypoints.cli.flags.flag import Flag, GivenFlag
-from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, FLAGS
+from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, BLOCKING, FLAGS
 
 
 class _Collect(argparse.Action):
@@ -97,6 +97,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             dest="engine_flags",
             default=argparse.SUPPRESS,
             metavar=metavar,
+        )
+    for name, (plugin, effect) in BLOCKING.items():
+        group.add_argument(
+            name, action="append_const", const=plugin, dest="blocked_plugins", help=effect
         )
     for name, why in ALWAYS_ON.items():
         group.add_argument(

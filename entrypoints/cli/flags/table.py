@@ -17,7 +17,14 @@ ALWAYS_ON: dict[str, str] = {
     "--enable-cache-report": "usage always counts cached tokens",
     "--enable-prompt-tokens-details": "usage always counts cached tokens",
     "--enable-request-id-headers": "answers always have the header X-Request-Id",
-    "--disable-custom-all-reduce": "ranks communicate only by NCCL or gloo",
+}
+
+#: switches of other engines -> the built-in plugin that they block, and the effect
+BLOCKING: dict[str, tuple[str, str]] = {
+    "--disable-custom-all-reduce": (
+        "glowplug.plugins.collectives.peer_memory",
+        "GPUs exchange tensors over NCCL alone, not through each other's memory",
+    ),
 }
 
 #: flag -> (the other flag that makes it ineffective, why)
