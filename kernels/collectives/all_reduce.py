@@ -141,15 +141,19 @@ def _two_shot(
             next_turn(turns, tile, turn)
 
 
-def one_shot(x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES) -> Tensor:
+def one_shot(
+    x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES, out: Tensor | None = None
+) -> Tensor:
     """Return the sum of x over the ranks, in x's dtype.
 
     Args:
         x: contiguous; ``buffers.fits(x)``.
         buffers: the group's buffers.
         stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
+        out: the result's tensor, contiguous; None: a new one.
     """
-    out = torch.empty_like(x)
+    if out is None:
+        out = torch.empty_like(x)
     count = x.numel()
     capacity, tile = buffers.words(x)
     if count:

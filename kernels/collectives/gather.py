@@ -171,6 +171,7 @@ def reduce_scatter(
     buffers: PeerBuffers,
     stages: int = ALL_STAGES,
     dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return this rank's part of the sum of x over the ranks.
 
@@ -179,11 +180,13 @@ def reduce_scatter(
         buffers: the group's buffers.
         stages: stages to run (SEND, SUM, RECEIVE); fewer than all only in tests.
         dtype: dtype of the sums; None: x's.
+        out: the result's tensor, contiguous; None: a new one.
 
     Returns:
         [N, ...].
     """
-    out = x.new_empty(len(x) // buffers.ranks, *x.shape[1:], dtype=dtype)
+    if out is None:
+        out = x.new_empty(len(x) // buffers.ranks, *x.shape[1:], dtype=dtype)
     count = out.numel()
     capacity, tile = buffers.words(x)
     if count:

@@ -130,8 +130,11 @@ class PeerGroup:
         whole = self.large or self.small
         if self.ranks > 2 or whole is None or x.dtype not in SENT_DTYPES:
             return None
-        pieces = x.view(-1).split(whole.words(x)[0])
-        return torch.cat([one_shot(piece, whole) for piece in pieces]).view(x.shape)
+        total = torch.empty_like(x)
+        count = whole.words(x)[0]
+        for piece, out in zip(x.view(-1).split(count), total.view(-1).split(count)):
+            one_shot(piece, whole, out=out)
+        return total
 
     def all_gather(self, x: Tensor, side_by_side: bool) -> Tensor | None:
         """Return x, contiguous [R, N], gathered from every rank; None if NCCL is to gather x.
@@ -171,8 +174,10 @@ class PeerGroup:
         step = WORD_BYTES * buffers.capacity // row
         if self.ranks > 2 or not step:
             return None
-        pieces = [piece.flatten(0, 1) for piece in x.split(step, 1)]
-        return torch.cat([reduce_scatter(piece, buffers, dtype=torch.float32) for piece in pieces])
+        total = x.new_empty(x.shape[1:], dtype=torch.float32)
+        for piece, out in zip(x.split(step, 1), total.split(step)):
+            reduce_scatter(piece.flatten(0, 1), buffers, out=out)
+        return total
 
     def norm_buffers(self, residual: Tensor) -> PeerBuffers | None:
         """Return the buffers for a sum over ranks fused with a norm; None if they are too small.
