@@ -29,6 +29,11 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"use": "ep_moe", "size": 2},
         {"use": "dp_attention", "size": 2},
     ],
+    "tp 8, ep 8, dp 2": [
+        {"use": "tensor", "size": 8},
+        {"use": "ep_moe", "size": 8},
+        {"use": "dp_attention", "size": 2},
+    ],
 }
 PROMPTS = {1: [5, 6, 7], 2: [9], 3: [4, 8, 15, 16, 23, 42, 7], 4: [11, 12], 5: [3, 1, 4, 1, 5]}
 
