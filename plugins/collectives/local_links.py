@@ -94,12 +94,10 @@ class LocalLinks:
             self._by_file[peer.fileno()] = rank
         for file in files:
             words = SharedWords(file, words_of(self._ranks))
-            self._shared = SharedExchange(
-                words, self._rank, self._ranks, self._timeout, self._ended
-            )
+            self._shared = SharedExchange(words, self._rank, self._ranks, self._timeout, self.ended)
             os.close(file)
 
-    def _ended(self) -> int | None:
+    def ended(self) -> int | None:
         """Return a rank that has closed its connection; None if all are there."""
         return next((self._by_file[file] for file, _ in self._hangups.poll(0)), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -73,18 +74,37 @@ def _environment_store(rank: int, ranks: int, timeout: float) -> Store:
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def await_ranks(store: Store, rank: int, ranks: int, timeout: float, what: str) -> None:
+def await_ranks(
+    store: Store,
+    rank: int,
+    ranks: int,
+    timeout: float,
+    what: str,
+    ended: Callable[[], int | None] = lambda: None,
+) -> None:
     """Wait until every rank has called this function with the same ``what``, such as "start".
 
+    Args:
+        store: The rendezvous store.
+        rank: This rank.
+        ranks: Number of ranks.
+        timeout: Seconds to wait; infinity: no limit.
+        what: Name of the wait, used once.
+        ended: Returns a rank that has ended, or None.
+
     Raises:
-        CollectiveError: Some ranks have not done so within ``timeout`` seconds, or the store is
-            lost.
+        CollectiveError: Some ranks have not done so within ``timeout`` seconds, one of them has
+            ended, or the store is lost.
     """
     deadline = time.monotonic() + timeout
     missing = list(range(ranks))
     try:
         store.set(f"{what} {rank}", "done")
         while missing := [other for other in missing if not store.check([f"{what} {other}"])]:
+            if (gone := ended()) in missing:
+                raise CollectiveError(
+                    f"rank {rank} of {ranks} waited for rank {gone} to {what}, which has ended"
+                )
             if time.monotonic() > deadline:
                 raise CollectiveError(
                     f"rank {rank} of {ranks} waited {timeout:g} s for ranks {missing} to {what}"

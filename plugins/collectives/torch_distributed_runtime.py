@@ -7,6 +7,7 @@ be processes or threads of one process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -131,6 +132,14 @@ class Gloo:
     def _await(self, operation: str, axis: str, start: Callable[[], Any]) -> None:
         """Call ``start``, which starts an asynchronous operation, and wait for its end."""
         self._call(operation, axis, lambda: start().wait())
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank has called this method with the same ``what``, such as "load".
+
+        The wait has no limit, because ranks may take long to load. The executor ends ranks that
+        make no progress, and kills those that wait for a rank that has ended.
+        """
+        await_ranks(self._store, self._rank, self._ranks, math.inf, what, self._links.ended)
 
     # ---- along an axis, on the device ------------------------------------------------------------
 

@@ -21,12 +21,12 @@ from glowplug.plugins.executors.ranks.failure_cause import (
     Trouble,
     first_cause,
     host_limit,
-    not_ready,
     settled,
 )
 from glowplug.plugins.executors.ranks.host import find_site
 from glowplug.plugins.executors.ranks.host_identity import differences, identity
 from glowplug.plugins.executors.ranks.local import GRACE, LocalRanks
+from glowplug.plugins.executors.ranks.start_watch import StartWatch, collective_limit
 
 if TYPE_CHECKING:
     from glowplug.plugins.executors.ranks.host_link import HostLink
@@ -46,7 +46,7 @@ class TorchrunExecutor:
     def __init__(self, options: TorchrunOptions, plan: EnginePlan, worker: Worker | None) -> None:
         self.options = options
         self._site = find_site(options, plan)
-        self._timeout = float(plan.choice("collectives").options.get("timeout", 600.0))
+        self._timeout = collective_limit(plan)
         self._ranks = LocalRanks(self._site.ranks, options.watchdog, options.threads)
         self._frames: deque[bytes] = deque()
         self._dead: EngineDead | None = None
@@ -74,9 +74,10 @@ class TorchrunExecutor:
         """
         from glowplug.plugins.executors.ranks.host_link import HostLink
 
-        deadline = time.monotonic() + self.options.start_timeout
+        start = StartWatch(self._timeout, self.options.start_timeout)
+        deadline = time.monotonic() + start.meeting_limit
         link = HostLink(self._site, host_limit(self._timeout), lambda: self._ranks.watch.states)
-        self._site = link.open(self.options.start_timeout)
+        self._site = link.open(start.meeting_limit)
         found = link.meet(identity(plan), deadline - time.monotonic())
         refusals = differences(found, [self._site.name(one) for one in range(self._site.count)])
         if refusals:
@@ -84,28 +85,24 @@ class TorchrunExecutor:
         self._ranks.spawn(plan, self._site.rendezvous)
         self._link = link
         link.start()
-        while slow := self._loading(plan.ranks):
-            self._read(min(SETTLE, max(0.0, deadline - time.monotonic())))
-            if time.monotonic() > deadline:
-                phase = self._phases().get(slow[0], "unknown")
-                self._die(
-                    Trouble(
-                        FailureKind.FAILED, not_ready(slow[0], phase, self.options.start_timeout)
-                    )
-                )
+        while self._loading(plan.ranks):
+            self._read(SETTLE)
+            reason = start.look(self._progress())
+            if reason is not None:
+                self._die(Trouble(FailureKind.FAILED, reason))
 
-    def _phases(self) -> dict[int, str]:
+    def _progress(self) -> dict[int, str]:
+        """Return the phase of each rank, with its completed share while it starts."""
         assert self._link is not None
-        return {**self._link.phases(), **self._ranks.watch.phases}
+        return {**self._link.phases(), **self._ranks.watch.progress}
 
-    def _loading(self, ranks: int) -> list[int]:
-        """Return the ranks that still load: on host 0 of all ``ranks``, else of its own ones."""
-        phases = self._phases()
-        return [
-            rank
+    def _loading(self, ranks: int) -> bool:
+        """Return whether a rank still loads: on host 0 any of all ``ranks``, else of its own."""
+        phases = self._progress()
+        return any(
+            phases.get(rank) not in LOADED
             for rank in (range(ranks) if self.leads else self._site.ranks)
-            if phases.get(rank) not in LOADED
-        ]
+        )
 
     # ---- serve -----------------------------------------------------------------------------------
 

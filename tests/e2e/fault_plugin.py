@@ -22,6 +22,7 @@ class FaultyWeightOptions(WeightOptions):
     rank: int = 0
     at: int = 5
     note: str = ""
+    pause: float = 0.0  #: seconds that the rank takes for each tensor
 
 
 class FaultySamplingOptions(SamplingOptions):

@@ -61,9 +61,11 @@ class FaultySource(RandomSource):
     def __init__(self, options: Any, plan: Any, worker: Any) -> None:
         super().__init__(RandomOptions(seed=options.seed), plan, worker)
         self._countdown = Countdown(options, worker.rank)
+        self._pause = options.pause if options.rank == worker.rank else 0.0
 
     def read(self, target: Any) -> Any:
         self._countdown()
+        time.sleep(self._pause)
         return super().read(target)
 
 

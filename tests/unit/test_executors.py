@@ -26,6 +26,7 @@ from glowplug.plugins.executors.ranks.failure_cause import (
 )
 from glowplug.plugins.executors.ranks.host import find_site
 from glowplug.plugins.executors.ranks.host_identity import differences, identity
+from glowplug.plugins.executors.ranks.start_watch import StartWatch, shown
 from glowplug.plugins.executors.torchrun import TorchrunOptions
 from tests.support.tiny import write_config
 
@@ -115,6 +116,61 @@ def test_an_orderly_end_and_a_slow_spawn_are_no_failures() -> None:
     clock.now += 2
     slow.look()
     assert "rank 0 has been silent for 31 s (phase spawn)" in str(slow.troubles[0])
+
+
+def test_progress_counts_for_the_whole_engine() -> None:
+    """The limit starts anew whenever any rank moves; then the rank that is furthest behind is
+    named.
+    """
+    clock = Clock()
+    start = StartWatch(60.0, None, clock)
+    for at, progress in (
+        (0.0, {0: "spawn", 1: "spawn"}),
+        (50.0, {0: "weights 7%", 1: "weights 100%"}),
+        (100.0, {0: "weights 8%", 1: "weights 100%"}),
+        (155.0, {0: "weights 9%", 1: "weights 100%"}),
+        (214.0, {0: "weights 9%", 1: "weights 100%"}),
+    ):
+        clock.now = at
+        assert start.look(progress) is None
+    clock.now = 216.0
+    reason = start.look({0: "weights 9%", 1: "weights 100%"})
+    assert reason is not None
+    assert reason.startswith(
+        "no rank has made progress for 60 s; rank 0 is in phase weights 9% (a longer"
+    )
+    assert start.look({0: "ready", 1: "serve"}) is None
+
+
+def test_a_start_may_have_a_limit_of_its_own() -> None:
+    clock = Clock()
+    start = StartWatch(60.0, 5.0, clock)
+    assert start.meeting_limit == 5.0 and StartWatch(60.0, None, clock).meeting_limit == 60.0
+    clock.now = 6.0
+    reason = start.look({0: "ready", 1: "capture 50%", 2: "kv", 3: "capture 4%"})
+    assert reason == "rank 2 was not ready after 5 s (phase kv)"
+
+
+def test_a_short_limit_leaves_time_to_import() -> None:
+    clock = Clock()
+    start = StartWatch(2.0, None, clock)
+    assert start.look({0: "build"}) is None
+    clock.now = SPAWN - 1
+    assert start.look({0: "build"}) is None
+    clock.now = SPAWN + 1
+    assert "rank 0 is in phase build" in str(start.look({0: "build"}))
+
+
+def test_reports_give_the_share_of_a_phase() -> None:
+    watch = Watch(range(3), 10.0, Clock())
+    watch.received(0, [Progress(0, "weights", 0, 1), Progress(0, "weights", 41, 900)])
+    watch.received(0, [Progress(0, "weights")])  # a heartbeat
+    watch.received(1, [Progress(1, "weights", 30, 30), Progress(1, "kv", 0, 1)])
+    assert watch.progress == {0: "weights 4%", 1: "kv", 2: "spawn"}
+    assert {rank: phase for rank, (phase, _) in watch.states.items()} == watch.progress
+    assert shown({**watch.progress, 3: "spawn"}) == (
+        "rank 0 weights 4%, rank 1 kv, ranks 2 to 3 spawn"
+    )
 
 
 @pytest.mark.parametrize("timeout", [2.0, 10.0, 600.0])

@@ -86,10 +86,6 @@ def silence(rank: int, phase: str, seconds: float) -> Trouble:
     )
 
 
-def not_ready(rank: int, phase: str, seconds: float) -> str:
-    return f"rank {rank} was not ready after {seconds:.0f} s (phase {phase})"
-
-
 @dataclass
 class _Seen:
     """The observed state of one rank.
@@ -97,11 +93,13 @@ class _Seen:
     Attributes:
         last_message: time of the last message.
         phase: phase of the last report.
+        share: its completed share in percent; None: not reported.
         gone: it has ended, failed or been reported as silent.
     """
 
     last_message: float
     phase: str = SPAWNING
+    share: int | None = None
     gone: bool = False
 
 
@@ -133,10 +131,19 @@ class Watch:
         return {rank: seen.phase for rank, seen in self._seen.items()}
 
     @property
+    def progress(self) -> dict[int, str]:
+        """The phase of each rank, with its completed share if it has one: "weights 41%"."""
+        return {
+            rank: seen.phase if seen.share is None else f"{seen.phase} {seen.share}%"
+            for rank, seen in self._seen.items()
+        }
+
+    @property
     def states(self) -> dict[int, tuple[str, float]]:
-        """(phase, seconds since the last message) of each rank."""
+        """(phase with its share, seconds since the last message) of each rank."""
         now = self.clock()
-        return {rank: (seen.phase, now - seen.last_message) for rank, seen in self._seen.items()}
+        shown = self.progress
+        return {rank: (shown[rank], now - seen.last_message) for rank, seen in self._seen.items()}
 
     def received(self, rank: int, messages: Iterable[Outbound]) -> None:
         """Record messages of ``rank``; the call itself shows that the rank is alive."""
@@ -144,6 +151,10 @@ class Watch:
         seen.last_message = self.clock()
         for message in messages:
             if isinstance(message, Progress):
+                if message.total > 1:
+                    seen.share = 100 * message.done // message.total
+                elif message.phase != seen.phase:
+                    seen.share = None
                 seen.phase = message.phase
             elif isinstance(message, Failed):
                 seen.gone = True
