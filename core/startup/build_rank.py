@@ -308,7 +308,7 @@ def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
 
     Each host holds the same number of neighbouring ranks.
     """
-    local = rank % -(-plan.ranks // plan.facts.hardware.hosts)
+    local = rank % (plan.ranks // plan.hosts)
     device = plan.device if plan.device == "cpu" else f"{plan.device}:{local}"
     return Worker(
         rank=rank,

@@ -26,7 +26,12 @@ from glowplug.core.protocols import Worker
 from glowplug.kernels.launch.sums import add_up
 from glowplug.plugins.collectives.gloo_links import WORLD, GlooLinks
 from glowplug.plugins.collectives.local_links import LocalLinks
-from glowplug.plugins.collectives.rendezvous import await_ranks, open_store, own_address
+from glowplug.plugins.collectives.rendezvous import (
+    await_ranks,
+    bind_nccl,
+    open_store,
+    own_address,
+)
 from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptions
 
 #: most elements of a tensor for which all-reduce gathers every rank's tensor and sums locally
@@ -248,6 +253,11 @@ class Gloo:
 
 class Nccl(Gloo):
     """``Collectives`` between CUDA devices over NCCL; host data goes as with ``Gloo``."""
+
+    def _connect_axes(self, mesh: Mapping[str, int]) -> None:
+        if isinstance(self._links, GlooLinks):
+            bind_nccl(self._interface, self._rendezvous)
+        super()._connect_axes(mesh)
 
     def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
         self._await("all_reduce", axis, lambda: members.allreduce([x]))
