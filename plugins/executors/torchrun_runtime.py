@@ -26,6 +26,7 @@ from glowplug.plugins.executors.ranks.failure_cause import (
 from glowplug.plugins.executors.ranks.host import find_site
 from glowplug.plugins.executors.ranks.host_identity import differences, identity
 from glowplug.plugins.executors.ranks.local import GRACE, LocalRanks
+from glowplug.plugins.executors.ranks.reach import await_first_host
 from glowplug.plugins.executors.ranks.start_watch import StartWatch, collective_limit
 
 if TYPE_CHECKING:
@@ -72,16 +73,8 @@ class TorchrunExecutor:
                 loaded.
             EngineDead: a rank or host failed or is not ready in time.
         """
-        from glowplug.plugins.executors.ranks.host_link import HostLink
-
         start = StartWatch(self._timeout, self.options.start_timeout)
-        deadline = time.monotonic() + start.meeting_limit
-        link = HostLink(self._site, host_limit(self._timeout), lambda: self._ranks.watch.states)
-        self._site = link.open(start.meeting_limit)
-        found = link.meet(identity(plan), deadline - time.monotonic())
-        refusals = differences(found, [self._site.name(one) for one in range(self._site.count)])
-        if refusals:
-            raise PlanRefused(refusals, "these hosts")
+        link = self._meet(plan, start.meeting_limit)
         self._ranks.spawn(plan, self._site.rendezvous)
         self._link = link
         link.start()
@@ -90,6 +83,26 @@ class TorchrunExecutor:
             reason = start.look(self._progress())
             if reason is not None:
                 self._die(Trouble(FailureKind.FAILED, reason))
+
+    def _meet(self, plan: EnginePlan, limit: float) -> HostLink:
+        """Connect the hosts within ``limit`` seconds, compare their plans, and return the link.
+
+        Raises:
+            PlanRefused: the hosts' plans differ.
+            EngineDead: a host has not arrived in time.
+        """
+        from glowplug.plugins.executors.ranks.host_link import HostLink
+
+        deadline = time.monotonic() + limit
+        if not self._site.serves:
+            await_first_host(self._site, limit)
+        link = HostLink(self._site, host_limit(self._timeout), lambda: self._ranks.watch.states)
+        self._site = link.open(max(1.0, deadline - time.monotonic()))
+        found = link.meet(identity(plan), deadline - time.monotonic())
+        refusals = differences(found, [self._site.name(one) for one in range(self._site.count)])
+        if refusals:
+            raise PlanRefused(refusals, "these hosts")
+        return link
 
     def _progress(self) -> dict[int, str]:
         """Return the phase of each rank, with its completed share while it starts."""

@@ -76,7 +76,9 @@ class Server:
         self.log = folder / "serve.log"
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
         self.port = free_port()
-        command = ["-m", "glowplug", "serve", "--model", "embedded", "--port", str(self.port)]
+        command = ["-m", "glowplug", "serve", "--port", str(self.port)]
+        if "--model-path" not in words:
+            command += ["--model", "embedded"]
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, *command, *words],

@@ -4,13 +4,15 @@ and the agreement of hosts.
 
 from __future__ import annotations
 
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from glowplug.core.errors import PlanRefused
+from glowplug.core.errors import EngineDead, PlanRefused
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
@@ -24,8 +26,9 @@ from glowplug.plugins.executors.ranks.failure_cause import (
     first_cause,
     host_limit,
 )
-from glowplug.plugins.executors.ranks.host import find_site
+from glowplug.plugins.executors.ranks.host import Site, find_site
 from glowplug.plugins.executors.ranks.host_identity import differences, identity
+from glowplug.plugins.executors.ranks.reach import await_first_host
 from glowplug.plugins.executors.ranks.start_watch import StartWatch, shown
 from glowplug.plugins.executors.torchrun import TorchrunOptions
 from tests.support.tiny import write_config
@@ -196,6 +199,33 @@ def planned(folder: Path, **config: Any) -> EnginePlan:
         },
         plugins=PLUGINS,
     )
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("127.0.0.1", "Connection refused"),
+        ("no-such-host.invalid", "(Name or service|Temporary failure|No address)"),
+    ],
+)
+def test_a_first_host_that_is_not_there_is_named_with_the_reason(host: str, reason: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nothing listens
+        site = Site(1, 2, 1, 1, host, taken.getsockname()[1], serves=False)
+        with pytest.raises(
+            EngineDead,
+            match=rf"host 1 \(rank 1\) could not reach host 0 \(rank 0\) at {host}:\d+ within "
+            rf"1 s: .*{reason}",
+        ):
+            await_first_host(site, 1.0)
+
+
+def test_a_first_host_that_starts_later_is_waited_for() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        site = Site(1, 2, 1, 1, "127.0.0.1", listener.getsockname()[1], serves=False)
+        threading.Timer(0.3, listener.listen).start()
+        await_first_host(site, 60.0)
 
 
 def test_a_site_is_a_host_by_the_flags_and_a_rank_under_torchrun(tmp_path: Path) -> None:
