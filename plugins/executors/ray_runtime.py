@@ -292,7 +292,7 @@ class RayExecutor:
         for _ in self._rounds():
             waited = time.monotonic() - started
             kind = first_cause(self._watch.troubles).kind
-            if kind == FailureKind.CONSEQUENCE and waited > QUIET:
+            if kind >= FailureKind.STUCK and waited > QUIET:
                 self._watch.look(QUIET)
                 kind = first_cause(self._watch.troubles).kind
             if settled(kind, waited):

@@ -165,7 +165,7 @@ class TorchrunExecutor:
             waited = time.monotonic() - started
             troubles = [*self._ranks.watch.troubles, *link.look()]
             kind = first_cause(troubles).kind
-            if kind == FailureKind.CONSEQUENCE and waited > QUIET:
+            if kind >= FailureKind.STUCK and waited > QUIET:
                 self._ranks.watch.look(QUIET)
                 troubles = [*self._ranks.watch.troubles, *link.look_at_ranks(QUIET)]
                 kind = first_cause(troubles).kind

@@ -20,6 +20,7 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.step.messages import Failed, Progress
 from glowplug.entrypoints.cli.flags.command_line import serve_defaults
 from glowplug.plugins.executors.ranks.failure_cause import (
+    QUIET,
     SPAWN,
     FailureKind,
     Watch,
@@ -84,6 +85,28 @@ def test_a_failure_of_its_own_comes_before_silence_and_consequences() -> None:
         FailureKind.FAILED,
         FailureKind.SILENT,
     ]
+
+
+def test_a_silent_rank_explains_loops_that_stand_still() -> None:
+    """The other ranks report theirs a moment before the stopped rank counts as silent."""
+    watch, clock = watched()
+    clock.now += 3.0
+    for rank in (0, 2):
+        stuck = Failed(rank, "serve", "its loop has stood still for 10 s, in wait", stuck=True)
+        watch.received(rank, [stuck])
+    assert first_cause(watch.troubles).kind == FailureKind.STUCK
+    watch.received(1, [Progress(1, "serve")])
+    clock.now += 3.0
+    watch.look(QUIET)
+    assert "rank 1 has been silent for 3 s" in str(first_cause(watch.troubles))
+
+
+def test_a_loop_that_stands_still_explains_those_that_wait_for_it() -> None:
+    watch, _ = watched()
+    for rank in (0, 1):
+        said = Failed(rank, "serve", "its loop has stood still", consequence=rank == 0, stuck=True)
+        watch.received(rank, [said])
+    assert str(first_cause(watch.troubles)).startswith("rank 1 failed in phase serve: its loop")
 
 
 def test_one_silent_rank_is_found_among_others_that_beat() -> None:

@@ -2,7 +2,7 @@
 
 When one rank dies, the ranks that wait for it fail a moment later. An executor therefore goes on
 reading for a moment, and then reports a rank that ended, else a rank that failed by itself, else a
-silent rank, else the first rank that lost a peer.
+silent rank, else a live rank whose loop stands still, else the first rank that lost a peer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MARGIN = 4.0  #: seconds reserved for reporting the cause and ending all ranks
 SETTLE = 1.0  #: seconds to go on reading after the first trouble
 #: seconds a process may take until its first heartbeat, even if the limit is shorter
 SPAWN = 30.0
-#: seconds to wait for a rank to count as silent while the only troubles are lost peers
+#: seconds to wait for a rank to count as silent while the only troubles are lost peers and loops
+#: that stand still
 PATIENCE = QUIET + 2 * SETTLE
 SPAWNING = "spawn"  #: phase of a rank before its first report
 ENDED = "ended"  #: phase of a rank after its orderly end
@@ -37,7 +38,8 @@ class FailureKind(IntEnum):
     ENDED = 0  #: a process (or a whole host) has gone without a report
     FAILED = 1  #: a rank reported its own failure
     SILENT = 2  #: no heartbeat
-    CONSEQUENCE = 3  #: a rank lost a peer
+    STUCK = 3  #: heartbeats, but the loop stands still: perhaps it waits for a silent rank
+    CONSEQUENCE = 4  #: a rank lost a peer, or waits for one
 
 
 class Trouble(msgspec.Struct, array_like=True, frozen=True):
@@ -63,9 +65,7 @@ def settled(kind: int, waited: float) -> bool:
         kind: kind of the first cause so far.
         waited: seconds since the first failure was observed.
     """
-    return kind == FailureKind.ENDED or waited > (
-        PATIENCE if kind == FailureKind.CONSEQUENCE else SETTLE
-    )
+    return kind == FailureKind.ENDED or waited > (PATIENCE if kind >= FailureKind.STUCK else SETTLE)
 
 
 def host_limit(timeout: float) -> float:
@@ -159,7 +159,9 @@ class Watch:
             elif isinstance(message, Failed):
                 seen.gone = True
                 seen.phase = message.phase
-                kind = FailureKind.CONSEQUENCE if message.consequence else FailureKind.FAILED
+                kind = FailureKind.STUCK if message.stuck else FailureKind.FAILED
+                if message.consequence:
+                    kind = FailureKind.CONSEQUENCE
                 self.troubles.append(
                     Trouble(
                         kind,
