@@ -236,9 +236,9 @@ class RankBuilder:
             size = sum(self._load_from(folder, models) for folder, models in folders)
             self.memory.gauge.settle()
             remarks.append(rate(size, time.perf_counter() - started))
-            meet: Callable[[str], None] | None = getattr(collectives, "meet", None)
-            if meet is not None:
-                meet("load")
+        meet: Callable[[str], None] | None = getattr(collectives, "meet", None)
+        if meet is not None:
+            meet("load")
 
     def _load_from(self, facts: ModelFacts, models: dict[str, Model]) -> int:
         """Load the models stored in one folder.
