@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from glowplug.core.facts.machine import usable_cores
+
 #: machine -> number of the system call ``futex``
 FUTEX = {"x86_64": 202, "aarch64": 98}
 WAIT, WAKE = 0, 1  #: operations of ``futex``
@@ -40,8 +42,8 @@ def can_share(ranks: int) -> bool:
     They do not if they outnumber the cores: a rank that looks for words keeps the rank that is to
     write them from running (8 ranks on 2 cores: 500 to 800 us for a gather, over sockets 300).
     """
-    cores = len(os.sched_getaffinity(0))
-    return cores > ranks and platform.machine() in FUTEX and hasattr(os, "memfd_create")
+    known = platform.machine() in FUTEX and hasattr(os, "memfd_create")
+    return known and usable_cores() > ranks
 
 
 def make_memory(words: int) -> int:

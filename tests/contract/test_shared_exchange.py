@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import FileStore, HashStore
 
 from glowplug.core.errors import CollectiveError
-from glowplug.plugins.collectives import local_links
+from glowplug.plugins.collectives import local_links, shared_words
 from glowplug.plugins.collectives.local_links import LocalLinks
 from glowplug.plugins.collectives.shared_exchange import (
     BROADCAST_BYTES,
@@ -221,7 +221,7 @@ def test_processes_share_the_memory(tmp_path: Path) -> None:
 def test_ranks_that_outnumber_the_cores_use_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would keep each other from running."""
     for cores, shares in ((2, False), (3, True)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        monkeypatch.setattr(shared_words, "usable_cores", lambda cores=cores: cores)
         assert can_share(2) is shares
 
 
