@@ -47,10 +47,10 @@ def this_machine() -> HardwareFacts:
     They are read once per process.
     """
     devices = cuda_devices()
-    return HardwareFacts(devices=devices, cpu_cores=_cores(), cpu_memory=_memory())
+    return HardwareFacts(devices=devices, cpu_cores=usable_cores(), cpu_memory=_memory())
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """Return the number of CPU cores that this process may use.
 
     The number is that of the CPU affinity, or the control group's quota if the quota is lower.

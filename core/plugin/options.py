@@ -120,12 +120,14 @@ class CollectivesOptions(Options):
     timeout: float = Field(
         600.0,
         gt=0,
-        description="seconds after which a collective that does not finish ends the engine",
+        description="seconds after which a collective that does not finish, a start without "
+        "progress and the wait for another host end the engine",
         json_schema_extra=OPERATIONAL,
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        alone = context.values.ranks == 1
+        watched = any(getattr(one.offers, "ranks", 0) for one in context.chosen.get("executor", ()))
+        alone = context.values.ranks == 1 and not watched
         return {"timeout": "one rank has no others to wait for"} if alone else {}
 
 
@@ -233,8 +235,8 @@ class ExecutorOptions(Options):
     oversubscribe: bool = Field(
         False, description="allow more ranks than cores on a CPU; ranks then wait for one another"
     )
-    start_timeout: float = Field(
-        1800.0, gt=0, description="seconds a rank may take to become ready"
+    start_timeout: float | None = Field(
+        None, gt=0, description="seconds until every rank is ready; None: see collectives.timeout"
     )
     watchdog: float = Field(
         300.0, gt=0, description="seconds without a heartbeat after which a rank counts as hung"

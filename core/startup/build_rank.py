@@ -8,6 +8,7 @@ memory is measured), ``kv``, ``capture``, ``self-test``, ``ready``.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -128,7 +129,7 @@ class RankBuilder:
         with self.phases.run("build"):
             context = build_context(self.plan, self.plugins, self.worker)
             model, draft, speculative = self._models(context)
-        self._load(model, draft)
+        self._load(model, draft, context.collectives)
         runner = self._runner(context, model, speculative)
         self._make_pool(runner, context)
         with self.phases.run("capture") as remarks:
@@ -226,8 +227,11 @@ class RankBuilder:
             "profile_stop": profiler.stop,
         }
 
-    def _load(self, model: Model, draft: Model | None) -> None:
-        """Load the weights of the target and the draft, and log the bytes read and the rate."""
+    def _load(self, model: Model, draft: Model | None, collectives: Collectives) -> None:
+        """Load the weights of the target and the draft, and log the bytes read and the rate.
+
+        Then wait for the ranks that still load, as long as that takes.
+        """
         facts = self.plan.facts
         folders = [(facts.model, {"weights": model})]
         if draft is not None:
@@ -239,6 +243,9 @@ class RankBuilder:
             size = sum(self._load_from(folder, models) for folder, models in folders)
             self.memory.gauge.settle()
             remarks.append(rate(size, time.perf_counter() - started))
+        meet: Callable[[str], None] | None = getattr(collectives, "meet", None)
+        if meet is not None:
+            meet("load")
 
     def _load_from(self, facts: ModelFacts, models: dict[str, Model]) -> int:
         """Load the models stored in one folder.
@@ -314,7 +321,7 @@ def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
 
     Each host holds the same number of neighbouring ranks.
     """
-    local = rank % -(-plan.ranks // plan.facts.hardware.hosts)
+    local = rank % (plan.ranks // plan.hosts)
     device = plan.device if plan.device == "cpu" else f"{plan.device}:{local}"
     return Worker(
         rank=rank,

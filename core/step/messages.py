@@ -247,6 +247,7 @@ class Failed(msgspec.Struct, tag="f", array_like=True):
         reason: the error.
         traceback: its stack; may be empty.
         consequence: True: the rank only lost a peer; the cause is elsewhere.
+        stuck: True: the rank is alive, but its loop stands still.
     """
 
     rank: int
@@ -254,6 +255,7 @@ class Failed(msgspec.Struct, tag="f", array_like=True):
     reason: str
     traceback: str = ""
     consequence: bool = False
+    stuck: bool = False
 
 
 Outbound = StepOutput | Reply | Progress | Failed

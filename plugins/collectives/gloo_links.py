@@ -87,6 +87,10 @@ class GlooLinks:
             )
         return every
 
+    def ended(self) -> int | None:
+        """Return None: a rank that has ended is noticed in the next exchange only."""
+        return None
+
     def close(self) -> None:
         """Release the group. Idempotent."""
         self._group = None

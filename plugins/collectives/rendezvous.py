@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 import time
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from glowplug.core.errors import CollectiveError
 
+SOCKET_INTERFACE = "NCCL_SOCKET_IFNAME"  #: NCCL's variable for the network interfaces to use
+SIOCGIFADDR = 0x8915  #: Linux's request for the address of a network interface
 POLL_SECONDS = 0.02  #: interval between checks for missing ranks
 
 
@@ -73,18 +79,37 @@ def _environment_store(rank: int, ranks: int, timeout: float) -> Store:
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def await_ranks(store: Store, rank: int, ranks: int, timeout: float, what: str) -> None:
+def await_ranks(
+    store: Store,
+    rank: int,
+    ranks: int,
+    timeout: float,
+    what: str,
+    ended: Callable[[], int | None] = lambda: None,
+) -> None:
     """Wait until every rank has called this function with the same ``what``, such as "start".
 
+    Args:
+        store: The rendezvous store.
+        rank: This rank.
+        ranks: Number of ranks.
+        timeout: Seconds to wait; infinity: no limit.
+        what: Name of the wait, used once.
+        ended: Returns a rank that has ended, or None.
+
     Raises:
-        CollectiveError: Some ranks have not done so within ``timeout`` seconds, or the store is
-            lost.
+        CollectiveError: Some ranks have not done so within ``timeout`` seconds, one of them has
+            ended, or the store is lost.
     """
     deadline = time.monotonic() + timeout
     missing = list(range(ranks))
     try:
         store.set(f"{what} {rank}", "done")
         while missing := [other for other in missing if not store.check([f"{what} {other}"])]:
+            if (gone := ended()) in missing:
+                raise CollectiveError(
+                    f"rank {rank} of {ranks} waited for rank {gone} to {what}, which has ended"
+                )
             if time.monotonic() > deadline:
                 raise CollectiveError(
                     f"rank {rank} of {ranks} waited {timeout:g} s for ranks {missing} to {what}"
@@ -109,3 +134,51 @@ def own_address(address: str) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # NOTE: sends nothing, but lets the kernel choose the route
         return str(probe.getsockname()[0])
+
+
+def bind_nccl(
+    interface: str | None, rendezvous: str, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Make NCCL reach the other hosts over the network interface that gloo uses.
+
+    NCCL has only an environment variable for this. Without it, NCCL takes the first interface that
+    is not a loopback, which may not lead to the other hosts. A value of the user takes precedence.
+
+    Args:
+        interface: Name of the interface; None: the one on the route to the rendezvous store.
+        rendezvous: Address of the store.
+        environment: The variables of this process.
+    """
+    name = interface or interface_of(own_address(rendezvous))
+    if name is not None:
+        environment.setdefault(SOCKET_INTERFACE, f"={name}")
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of this host's network interface with the IP ``address``; None: unknown."""
+    for _, name in socket.if_nameindex():
+        if address in _addresses(name):
+            return name
+    return None
+
+
+def _addresses(interface: str) -> list[str]:
+    """Return the main IPv4 address and the IPv6 addresses of a network interface."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
+            found.append(socket.inet_ntoa(answer[20:24]))
+        except OSError:
+            pass  # it has no IPv4 address
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return found
+    fields = [line.split() for line in lines]
+    return found + [
+        socket.inet_ntop(socket.AF_INET6, bytes.fromhex(one[0]))
+        for one in fields
+        if one[-1] == interface
+    ]

@@ -17,8 +17,8 @@ RUNTIME = "glowplug.plugins.collectives.torch_distributed_runtime"
 class TorchDistributedOptions(CollectivesOptions):
     interface: str | None = Field(
         None,
-        description="network interface over which gloo reaches other hosts; None: the interface "
-        "on the route to rank 0's address, or loopback on a single host",
+        description="network interface over which gloo and NCCL reach other hosts; None: the "
+        "interface on the route to rank 0's address, or loopback on a single host",
         json_schema_extra=OPERATIONAL,
     )
 

@@ -7,6 +7,7 @@ be processes or threads of one process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,12 @@ from glowplug.core.protocols import Worker
 from glowplug.kernels.launch.sums import add_up
 from glowplug.plugins.collectives.gloo_links import WORLD, GlooLinks
 from glowplug.plugins.collectives.local_links import LocalLinks
-from glowplug.plugins.collectives.rendezvous import await_ranks, open_store, own_address
+from glowplug.plugins.collectives.rendezvous import (
+    await_ranks,
+    bind_nccl,
+    open_store,
+    own_address,
+)
 from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptions
 
 #: most elements of a tensor for which all-reduce gathers every rank's tensor and sums locally
@@ -131,6 +137,14 @@ class Gloo:
     def _await(self, operation: str, axis: str, start: Callable[[], Any]) -> None:
         """Call ``start``, which starts an asynchronous operation, and wait for its end."""
         self._call(operation, axis, lambda: start().wait())
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank has called this method with the same ``what``, such as "load".
+
+        The wait has no limit, because ranks may take long to load. The executor ends ranks that
+        make no progress, and kills those that wait for a rank that has ended.
+        """
+        await_ranks(self._store, self._rank, self._ranks, math.inf, what, self._links.ended)
 
     # ---- along an axis, on the device ------------------------------------------------------------
 
@@ -239,6 +253,11 @@ class Gloo:
 
 class Nccl(Gloo):
     """``Collectives`` between CUDA devices over NCCL; host data goes as with ``Gloo``."""
+
+    def _connect_axes(self, mesh: Mapping[str, int]) -> None:
+        if isinstance(self._links, GlooLinks):
+            bind_nccl(self._interface, self._rendezvous)
+        super()._connect_axes(mesh)
 
     def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
         self._await("all_reduce", axis, lambda: members.allreduce([x]))

@@ -6,16 +6,16 @@ This process does not import torch.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
 from glowplug.core.errors import EngineDead, EngineStopped
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.plugins.executors.ranks.failure_cause import LOADED, SETTLE, not_ready
+from glowplug.plugins.executors.ranks.failure_cause import LOADED, SETTLE
 from glowplug.plugins.executors.ranks.local import GRACE, LocalRanks
 from glowplug.plugins.executors.ranks.process import BuildLoop
+from glowplug.plugins.executors.ranks.start_watch import StartWatch, collective_limit
 
 if TYPE_CHECKING:
     from glowplug.plugins.executors.multiprocess import MultiprocessOptions
@@ -59,20 +59,13 @@ class MultiprocessExecutor:
         if plan.ranks > 1:
             self._meeting = tempfile.TemporaryDirectory(prefix="glowplug-")
             rendezvous = f"file://{self._meeting.name}/ranks"
-        deadline = time.monotonic() + self.options.start_timeout
+        start = StartWatch(collective_limit(plan), self.options.start_timeout)
         self._ranks.spawn(plan, rendezvous, build)
-        while slow := [
-            rank for rank, phase in self._ranks.watch.phases.items() if phase not in LOADED
-        ]:
-            self._read(max(0.0, min(SETTLE, deadline - time.monotonic())))
-            if time.monotonic() > deadline:
-                self._die(
-                    EngineDead(
-                        not_ready(
-                            slow[0], self._ranks.watch.phase(slow[0]), self.options.start_timeout
-                        )
-                    )
-                )
+        while any(phase not in LOADED for phase in self._ranks.watch.phases.values()):
+            self._read(SETTLE)
+            reason = start.look(self._ranks.watch.progress)
+            if reason is not None:
+                self._die(EngineDead(reason))
 
     def submit(self, data: bytes) -> None:
         """Send a frame to rank 0, which broadcasts it."""

@@ -27,11 +27,11 @@ from glowplug.plugins.executors.ranks.failure_cause import (
     Watch,
     first_cause,
     host_limit,
-    not_ready,
     settled,
 )
 from glowplug.plugins.executors.ranks.host_identity import differences, identity
 from glowplug.plugins.executors.ranks.local import GRACE, for_front
+from glowplug.plugins.executors.ranks.start_watch import StartWatch, collective_limit
 
 if TYPE_CHECKING:
     from glowplug.plugins.executors.ray_executor import RayOptions
@@ -50,7 +50,7 @@ class RayExecutor:
 
     def __init__(self, options: RayOptions, plan: EnginePlan, worker: Worker | None) -> None:
         self.options = options
-        timeout = float(plan.choice("collectives").options.get("timeout", 600.0))
+        timeout = collective_limit(plan)
         self._limit = (
             options.watchdog if plan.hosts == 1 else min(options.watchdog, host_limit(timeout))
         )
@@ -76,7 +76,6 @@ class RayExecutor:
                 versions, plugins or model files; nothing has been loaded then.
             EngineDead: a rank failed or is not ready in time.
         """
-        deadline = time.monotonic() + self.options.start_timeout
         self._connect(plan)
         self._place(plan)
         self._compare(plan)
@@ -86,14 +85,14 @@ class RayExecutor:
             actor.start.remote(plan.to_json(), self.options.threads, rendezvous)
         self._poller = threading.Thread(target=self._poll_forever, daemon=True, name="glowplug-ray")
         self._poller.start()
-        while slow := [rank for rank, phase in self._watch.phases.items() if phase not in LOADED]:
+        start = StartWatch(collective_limit(plan), self.options.start_timeout)
+        while any(phase not in LOADED for phase in self._watch.phases.values()):
             self._ended.wait(POLL / 5)
             if self._dead is not None:
                 raise self._dead
-            if time.monotonic() > deadline:
-                raise EngineDead(
-                    not_ready(slow[0], self._watch.phase(slow[0]), self.options.start_timeout)
-                )
+            reason = start.look(self._watch.progress)
+            if reason is not None:
+                raise EngineDead(reason)
         # NOTE: the shorter limit applies only from here on, because heartbeats may be late while
         # ranks import and load.
         self._watch.limit = self._limit
@@ -293,7 +292,7 @@ class RayExecutor:
         for _ in self._rounds():
             waited = time.monotonic() - started
             kind = first_cause(self._watch.troubles).kind
-            if kind == FailureKind.CONSEQUENCE and waited > QUIET:
+            if kind >= FailureKind.STUCK and waited > QUIET:
                 self._watch.look(QUIET)
                 kind = first_cause(self._watch.troubles).kind
             if settled(kind, waited):

@@ -21,12 +21,13 @@ from glowplug.plugins.executors.ranks.failure_cause import (
     Trouble,
     first_cause,
     host_limit,
-    not_ready,
     settled,
 )
 from glowplug.plugins.executors.ranks.host import find_site
 from glowplug.plugins.executors.ranks.host_identity import differences, identity
 from glowplug.plugins.executors.ranks.local import GRACE, LocalRanks
+from glowplug.plugins.executors.ranks.reach import await_first_host
+from glowplug.plugins.executors.ranks.start_watch import StartWatch, collective_limit
 
 if TYPE_CHECKING:
     from glowplug.plugins.executors.ranks.host_link import HostLink
@@ -46,7 +47,7 @@ class TorchrunExecutor:
     def __init__(self, options: TorchrunOptions, plan: EnginePlan, worker: Worker | None) -> None:
         self.options = options
         self._site = find_site(options, plan)
-        self._timeout = float(plan.choice("collectives").options.get("timeout", 600.0))
+        self._timeout = collective_limit(plan)
         self._ranks = LocalRanks(self._site.ranks, options.watchdog, options.threads)
         self._frames: deque[bytes] = deque()
         self._dead: EngineDead | None = None
@@ -72,40 +73,49 @@ class TorchrunExecutor:
                 loaded.
             EngineDead: a rank or host failed or is not ready in time.
         """
+        start = StartWatch(self._timeout, self.options.start_timeout)
+        link = self._meet(plan, start.meeting_limit)
+        self._ranks.spawn(plan, self._site.rendezvous)
+        self._link = link
+        link.start()
+        while self._loading(plan.ranks):
+            self._read(SETTLE)
+            reason = start.look(self._progress())
+            if reason is not None:
+                self._die(Trouble(FailureKind.FAILED, reason))
+
+    def _meet(self, plan: EnginePlan, limit: float) -> HostLink:
+        """Connect the hosts within ``limit`` seconds, compare their plans, and return the link.
+
+        Raises:
+            PlanRefused: the hosts' plans differ.
+            EngineDead: a host has not arrived in time.
+        """
         from glowplug.plugins.executors.ranks.host_link import HostLink
 
-        deadline = time.monotonic() + self.options.start_timeout
+        deadline = time.monotonic() + limit
+        if not self._site.serves:
+            await_first_host(self._site, limit)
         link = HostLink(self._site, host_limit(self._timeout), lambda: self._ranks.watch.states)
-        self._site = link.open(self.options.start_timeout)
+        self._site = link.open(max(1.0, deadline - time.monotonic()))
         found = link.meet(identity(plan), deadline - time.monotonic())
         refusals = differences(found, [self._site.name(one) for one in range(self._site.count)])
         if refusals:
             raise PlanRefused(refusals, "these hosts")
-        self._ranks.spawn(plan, self._site.rendezvous)
-        self._link = link
-        link.start()
-        while slow := self._loading(plan.ranks):
-            self._read(min(SETTLE, max(0.0, deadline - time.monotonic())))
-            if time.monotonic() > deadline:
-                phase = self._phases().get(slow[0], "unknown")
-                self._die(
-                    Trouble(
-                        FailureKind.FAILED, not_ready(slow[0], phase, self.options.start_timeout)
-                    )
-                )
+        return link
 
-    def _phases(self) -> dict[int, str]:
+    def _progress(self) -> dict[int, str]:
+        """Return the phase of each rank, with its completed share while it starts."""
         assert self._link is not None
-        return {**self._link.phases(), **self._ranks.watch.phases}
+        return {**self._link.phases(), **self._ranks.watch.progress}
 
-    def _loading(self, ranks: int) -> list[int]:
-        """Return the ranks that still load: on host 0 of all ``ranks``, else of its own ones."""
-        phases = self._phases()
-        return [
-            rank
+    def _loading(self, ranks: int) -> bool:
+        """Return whether a rank still loads: on host 0 any of all ``ranks``, else of its own."""
+        phases = self._progress()
+        return any(
+            phases.get(rank) not in LOADED
             for rank in (range(ranks) if self.leads else self._site.ranks)
-            if phases.get(rank) not in LOADED
-        ]
+        )
 
     # ---- serve -----------------------------------------------------------------------------------
 
@@ -155,7 +165,7 @@ class TorchrunExecutor:
             waited = time.monotonic() - started
             troubles = [*self._ranks.watch.troubles, *link.look()]
             kind = first_cause(troubles).kind
-            if kind == FailureKind.CONSEQUENCE and waited > QUIET:
+            if kind >= FailureKind.STUCK and waited > QUIET:
                 self._ranks.watch.look(QUIET)
                 troubles = [*self._ranks.watch.troubles, *link.look_at_ranks(QUIET)]
                 kind = first_cause(troubles).kind

@@ -66,8 +66,9 @@ class CudaGraphOptions(GraphOptions):
     )
     on_failure: Literal["stop", "eager"] = Field(
         "stop",
-        description="when a capture fails: stop loading, or run the steps of that size and mode "
-        "eagerly (a failed capture of prefill steps stops loading only if graphs.prefill is true)",
+        description="when a capture fails: stop loading, or on one rank run the steps of that size "
+        "and mode eagerly (there a failed capture of prefill steps stops loading only if "
+        "graphs.prefill is true)",
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
@@ -127,6 +128,14 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
             "graphs.batch_sizes",
             f"every batch size to capture exceeds the {rows} sequences that may run{by}",
             f"graphs.batch_sizes = [{rows}], or scheduler.max_running_requests = {smallest}",
+        )
+    if options.on_failure == "eager" and context.values.ranks > 1:
+        yield Refusal(
+            NAME,
+            "graphs.on_failure",
+            f"{context.values.ranks} ranks exchange tensors of equal sizes: a rank whose capture "
+            "fails cannot run eagerly beside ranks that replay",
+            'graphs.on_failure = "stop", or graphs.use = "eager"',
         )
     yield from _prefill(options, context)
 

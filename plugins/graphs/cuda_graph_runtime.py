@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from glowplug.core.errors import CaptureError
+from glowplug.core.errors import CaptureError, CollectiveError
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.plugin.offers import Mode
@@ -173,16 +173,24 @@ class CudaGraph:
             graph
         )
 
+    @property
+    def _stops_for_prefill(self) -> bool:
+        """True: a failed capture of prefill steps stops start-up; False: such steps run eagerly.
+
+        It does if ``graphs.prefill = true`` was set, and with several ranks: a rank without the
+        graph would exchange tensors of other sizes than the ranks that pad theirs to it.
+        """
+        required = self._options.prefill is True or self._plan.ranks > 1
+        return self._options.on_failure == "stop" and required
+
     def _pass_failed(self, error: Exception, made: Pass) -> None:
         """Handle ``error``, which occurred in the capture of the prefill graph ``made``.
 
-        The error stops start-up only if ``graphs.prefill = true`` was set explicitly; otherwise
-        prefill steps of that size run eagerly.
+        See ``_stops_for_prefill``.
         """
-        stops = self._options.on_failure == "stop" and self._options.prefill is True
         self._failed(
             error,
-            stops,
+            self._stops_for_prefill,
             CaptureError(
                 f"the prefill graph of {made.tokens} tokens could not be captured: "
                 f"{type(error).__name__} after split point {made.split_points}, by "
@@ -194,11 +202,11 @@ class CudaGraph:
     def _extend_failed(self, error: Exception, tokens: int) -> None:
         """Handle ``error``, which occurred in the capture of a draft-extend graph for ``tokens``.
 
-        The error stops start-up in the same cases as in :meth:`_pass_failed`.
+        See ``_stops_for_prefill``.
         """
         self._failed(
             error,
-            self._options.on_failure == "stop" and self._options.prefill is True,
+            self._stops_for_prefill,
             CaptureError(
                 f"the draft-extend graph of {tokens} tokens could not be captured: "
                 f"{type(error).__name__} by {_component(error)}: {error}. "
@@ -208,6 +216,12 @@ class CudaGraph:
         )
 
     def _failed(self, error: Exception, stops: bool, failure: CaptureError) -> None:
+        """Raise ``failure``, which ``error`` has caused, or log it unless it ``stops`` start-up.
+
+        The loss of another rank is raised as it is: it is the consequence of that rank's failure.
+        """
+        if isinstance(error, CollectiveError):
+            raise error
         if stops:
             raise failure from error
         logging.getLogger("glowplug").warning("%s; such steps run eagerly", failure)

@@ -21,6 +21,7 @@ from glowplug.core.facts.mesh import coordinates
 from glowplug.core.protocols import Collectives, Worker
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.suites.parallel import CollectivesSuite, RankedCollectivesSuite
+from glowplug.plugins.collectives.rendezvous import bind_nccl, interface_of
 from glowplug.plugins.collectives.torch_distributed import GlooOptions, NcclOptions
 from glowplug.plugins.collectives.torch_distributed_runtime import Gloo, Nccl
 from tests.support.waiting import LIMIT
@@ -179,6 +180,19 @@ def test_an_address_of_no_kind_is_refused(address: str) -> None:
 def test_an_address_where_nothing_listens_is_an_error() -> None:
     with pytest.raises(CollectiveError, match="could not reach the rendezvous tcp://"):
         gloo(1, {"tp": 2}, f"tcp://127.0.0.1:{free_port()}", timeout=0.5)
+
+
+def test_nccl_connects_hosts_over_the_interface_that_leads_to_host_0() -> None:
+    address = "tcp://127.0.0.1:29500/0?held"
+    for given, before, after in (
+        (None, {}, "=lo"),
+        ("ib0", {}, "=ib0"),
+        ("ib0", {"NCCL_SOCKET_IFNAME": "eth"}, "eth"),
+    ):
+        environment = dict(before)
+        bind_nccl(given, address, environment)
+        assert environment == {"NCCL_SOCKET_IFNAME": after}
+    assert interface_of("127.0.0.1") == "lo" and interface_of("192.0.2.77") is None
 
 
 def test_a_peer_that_goes_ends_the_operation_at_once() -> None:

@@ -7,15 +7,18 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
 from glowplug.plugins.weights.random import RandomOptions
 from glowplug.plugins.weights.random_runtime import RandomSource
+from tests.plugins.replaying_runtime import Replaying
 
 
 class Countdown:
@@ -47,6 +50,8 @@ class Countdown:
     def _act(self, fault: str) -> None:
         if fault == "error":
             raise RuntimeError("injected")
+        if fault == "memory":
+            raise torch.OutOfMemoryError("injected: out of memory")
         if fault == "hang":
             time.sleep(3600)
         os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
@@ -56,9 +61,11 @@ class FaultySource(RandomSource):
     def __init__(self, options: Any, plan: Any, worker: Any) -> None:
         super().__init__(RandomOptions(seed=options.seed), plan, worker)
         self._countdown = Countdown(options, worker.rank)
+        self._pause = options.pause if options.rank == worker.rank else 0.0
 
     def read(self, target: Any) -> Any:
         self._countdown()
+        time.sleep(self._pause)
         return super().read(target)
 
 
@@ -66,7 +73,39 @@ class FaultySampler(TorchSampler):
     def __init__(self, options: Any, plan: Any, worker: Any) -> None:
         super().__init__(TorchSamplerOptions(), plan, worker)
         self._countdown = Countdown(options, worker.rank)
+        self._method = options.method
+
+    def reserve(self, limits: Any) -> None:
+        self._count("reserve")
+        super().reserve(limits)
 
     def sample(self, *given: Any, **more: Any) -> Any:
-        self._countdown()
+        self._count("sample")
         return super().sample(*given, **more)
+
+    def _count(self, method: str) -> None:
+        if method == self._method:
+            self._countdown()
+
+
+class FaultyGraphs(Replaying):
+    """A fault in a replayed piece occurs while the other ranks wait in the piece's exchanges."""
+
+    def __init__(self, options: Any, plan: Any, worker: Any) -> None:
+        super().__init__(options, plan, worker)
+        countdown = Countdown(options, worker.rank)
+        record = self.functions.record
+
+        def counted(work: Callable[[], Any]) -> Any:
+            if options.pieces == "captured":
+                countdown()
+            replay, results = record(work)
+
+            def run() -> None:
+                if options.pieces == "replayed":
+                    countdown()
+                replay()
+
+            return run, results
+
+        self.functions.record = counted  # type: ignore[method-assign]

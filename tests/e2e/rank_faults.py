@@ -17,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -35,20 +35,43 @@ WATCHDOG = 10.0
 PROMISED = {
     "kill": 3.0,
     "error": 3.0,
+    "memory": 3.0,
     "stop": WATCHDOG + 3.0,
     "hang": WATCHDOG + 3.0,
 }
 RANKS = 2
-#: moment -> (component that fails, number of its call, phase that the reason names)
+
+
+class Moment(NamedTuple):
+    """The moment of a fault.
+
+    Attributes:
+        component: slot of the component that fails.
+        at: number of its call that fails.
+        phase: phase that the reason names.
+        options: its other options.
+    """
+
+    component: str
+    at: int
+    phase: str
+    options: Mapping[str, Any] = {}
+
+
+GRAPHS = {"batch_sizes": [1, 2, 3]}
 MOMENTS = {
-    "load": ("weights", 5, "weights"),
-    "first step": ("sampling", 1, "self-test"),
-    "mid-decode": ("sampling", 25, "serve"),
+    "load": Moment("weights", 5, "weights"),
+    "kv allocation": Moment("sampling", 1, "kv", {"method": "reserve"}),
+    "capture": Moment("graphs", 3, "capture", GRAPHS),
+    "first step": Moment("sampling", 1, "self-test"),
+    "mid-decode": Moment("sampling", 25, "serve"),
+    "mid-replay": Moment("graphs", 25, "serve", {**GRAPHS, "pieces": "replayed"}),
 }
 SAYS = {
     "kill": r"rank {rank} ended \(exit code -9\) in phase {phase}",
     "stop": r"rank {rank} has been silent for \d+ s \(phase {phase}\)",
-    "error": r"rank {rank} failed in phase {phase}: RuntimeError: injected",
+    "error": r"rank {rank} failed in phase {phase}: .*RuntimeError.*injected",
+    "memory": r"rank {rank} failed in phase {phase}: .*injected: out of memory",
     "hang": r"rank {rank} failed in phase {phase}: its loop has stood still for \d+ s, in "
     r"Countdown._act of",
 }
@@ -66,8 +89,9 @@ class Case:
 
 CASES = [
     Case(fault, moment, rank)
-    for fault in ("kill", "stop", "error")
+    for fault in ("kill", "stop", "error", "memory")
     for moment in MOMENTS
+    if fault != "memory" or moment != "load"
     for rank in range(RANKS)
 ]
 HANGS = [Case("hang", "mid-decode", rank) for rank in range(RANKS)]
@@ -92,7 +116,7 @@ class Outcome:
         promise.
         """
         found = [f"leak: {leak}" for leak in self.leaks]
-        wanted = SAYS[case.fault].format(rank=case.rank, phase=MOMENTS[case.moment][2])
+        wanted = SAYS[case.fault].format(rank=case.rank, phase=MOMENTS[case.moment].phase)
         if not re.search(wanted, self.said):
             found.append(f"said {self.said[:300]!r}, expected {wanted!r}")
         return found
@@ -106,10 +130,17 @@ def run(case: Case, folder: Path, watchdog: float = WATCHDOG) -> Outcome:
     """Run one engine of two ranks that fails as in ``case``. ``folder`` is a fresh one;
     ``watchdog`` is in seconds.
     """
-    component, at, _ = MOMENTS[case.moment]
+    moment = MOMENTS[case.moment]
     note = folder / "note.json"
-    faulty = {"use": "faulty", "fault": case.fault, "rank": case.rank, "at": at, "note": str(note)}
-    config: dict[str, Any] = {"weights": {"use": "random"}, component: faulty}
+    faulty = {
+        "use": "faulty",
+        "fault": case.fault,
+        "rank": case.rank,
+        "at": moment.at,
+        "note": str(note),
+        **moment.options,
+    }
+    config: dict[str, Any] = {"weights": {"use": "random"}, moment.component: faulty}
     children, meeting = {child.pid for child in _ranks()}, tempfile.tempdir
     tempfile.tempdir = str(folder)
     try:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from glowplug import LLM
+from glowplug.core.errors import CaptureError, EngineDead
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from tests.support.tiny import write_config
@@ -32,6 +35,11 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "tp 4, ep 2, dp 2": [
         {"use": "tensor", "size": 4},
         {"use": "ep_moe", "size": 2},
+        {"use": "dp_attention", "size": 2},
+    ],
+    "tp 8, ep 8, dp 2": [
+        {"use": "tensor", "size": 8},
+        {"use": "ep_moe", "size": 8},
         {"use": "dp_attention", "size": 2},
     ],
 }
@@ -124,3 +132,41 @@ def test_ranks_replay_passes_of_one_size(
         computed = sum(len(prompt) + 11 for prompt in PROMPTS.values())
         for layer in loads[0]:
             assert sum(sum(load[layer]) for load in loads) == EXPERTS_PER_TOKEN * computed
+
+
+@pytest.mark.parametrize("breaks", ["decode 4 forward", "pass 8"])
+def test_a_rank_that_loses_a_peer_in_its_capture_is_not_the_cause(
+    breaks: str, tmp_path: Path, plugins: PluginSet
+) -> None:
+    """RankSet raises the error of the lowest rank that has not only lost another."""
+    config = config_of(write_config(tmp_path, "v3"), LAYOUTS["tp 2"], 0)
+    config["graphs"] |= {"prefill": None, "prefill_tokens": [4, 8], "breaks": breaks}
+    config["graphs"]["breaks_rank"] = 1
+    with pytest.raises(CaptureError, match="made to fail"):
+        RankSet(rank_plan(config, plugins), plugins)
+
+
+@pytest.mark.parametrize(
+    ("rank", "breaks", "graphs", "step"),
+    [
+        (1, "decode 4 forward", {}, r"a decode step of 4 rows could not be captured: RuntimeError"),
+        (
+            0,
+            "pass 8",
+            {"prefill": None, "prefill_tokens": [4, 8]},
+            r"the prefill graph of 8 tokens could not be captured: RuntimeError",
+        ),
+    ],
+)
+def test_a_capture_that_fails_on_one_rank_ends_the_start_on_all(
+    rank: int, breaks: str, graphs: dict[str, Any], step: str, tmp_path: Path
+) -> None:
+    """The ranks are processes. Alone, one rank would run prefill steps of this size eagerly."""
+    before = set(psutil.Process().children(recursive=True))
+    config = config_of(write_config(tmp_path, "v3"), LAYOUTS["tp 2"], 0)
+    config["graphs"] |= {**graphs, "breaks": breaks, "breaks_rank": rank}
+    plugins = ["tests.plugins.replaying"]
+    with pytest.raises(EngineDead, match=rf"^rank {rank} failed in phase capture: .*{step}"):
+        LLM(**config, plugins=plugins, executor={"use": "multiprocess", "oversubscribe": True})
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [child for child in left if "resource_tracker" not in " ".join(child.cmdline())]

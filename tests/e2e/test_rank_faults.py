@@ -13,7 +13,13 @@ import pytest
 
 from tests.e2e.rank_faults import CASES, HANGS, Case, rounds, run, total
 
-SAMPLE = [Case("kill", "mid-decode", 1), Case("stop", "first step", 0), Case("error", "load", 1)]
+SAMPLE = [
+    Case("kill", "mid-replay", 1),
+    Case("stop", "first step", 0),
+    Case("error", "load", 1),
+    Case("memory", "kv allocation", 0),
+    Case("kill", "capture", 0),
+]
 
 
 @pytest.mark.parametrize("case", [*SAMPLE, HANGS[1]], ids=str)

@@ -7,12 +7,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from glowplug.core.errors import CollectiveError, WeightError
@@ -26,6 +27,9 @@ from glowplug.core.startup.components import build_component
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.testing.harness.build import DictSource, Stepper
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
+from glowplug.plugins.weights import direct_read
+from glowplug.plugins.weights.safetensors import SafetensorsOptions
+from glowplug.plugins.weights.safetensors_runtime import SafetensorsSource
 from tests.support.tiny import write_config
 from tests.unit.test_layers import random_tensors
 
@@ -193,6 +197,50 @@ def test_a_rank_reads_its_slices_only(case: str, tmp_path: Path, plugins: Plugin
             assert sum(rank[tensor] for rank in read) <= 4 * total
         else:
             assert sum(rank[tensor] for rank in read) == times * total, tensor
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_a_device_reads_its_rows_and_experts_from_the_files(
+    whole_experts: bool, tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of four reads a fourth of tensors that are split by rows, and a fourth of the experts.
+
+    Of tensors that are split by columns it reads whole rows.
+    """
+    monkeypatch.setattr(direct_read, "GAP", 0)  # tiny tensors are neighbours
+    folder = write_config(tmp_path / "model", "v3")
+    parallel = [{"use": "tensor", "size": 4}]
+    if whole_experts:
+        parallel.append({"use": "ep_moe", "size": 4})
+    plan = rank_plan(config_of(folder, 4, parallel=parallel), plugins)
+    facts = plan.facts.model
+    tensors = checkpoint(facts)
+    save_file(tensors, folder / "model.safetensors")
+    targets = on_ranks(plan, plugins, tmp_path, lambda model, context: list(model.targets()))
+    read = direct_read.os.preadv
+    counts: list[int] = []
+    monkeypatch.setattr(direct_read.os, "preadv", lambda *given: counted(counts, read(*given)))
+    for rank in range(4):
+        source = SafetensorsSource(SafetensorsOptions(), plan, make_worker(plan, rank))
+        source.open(replace(facts, path=str(folder), tensors={}))
+        counts.clear()
+        for _ in source.through(direct_read.DirectReader("cpu", threads=2), targets[rank]):
+            pass
+        source.close()
+        total = 0
+        for name, value in tensors.items():
+            columns = name.endswith(("o_proj.weight", "down_proj.weight"))
+            if whole_experts and ".experts." in name:
+                total += value.nbytes * (int(name.split(".experts.")[1].split(".")[0]) // 2 == rank)
+            else:
+                whole = columns or any(part in name for part in REPLICATED)
+                total += value.nbytes // (1 if whole else 4)
+        assert sum(counts) == total, f"rank {rank}"
+
+
+def counted(counts: list[int], size: int) -> int:
+    counts.append(size)
+    return size
 
 
 def test_an_online_quantization_reads_whole_blocks_of_its_slice(

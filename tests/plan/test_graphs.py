@@ -227,6 +227,17 @@ def test_token_counts_that_leave_nothing_are_refused(
     assert field in found and reason in found[field].reason, found
 
 
+def test_a_rank_may_not_go_on_eagerly_beside_ranks_that_replay(refused: Any, planned: Any) -> None:
+    graphs = {"use": "cuda_graph", "on_failure": "eager"}
+    parallel = [{"use": "tensor", "size": 2}]
+    config: dict[str, Any] = {"dtype": "bfloat16", "parallel": parallel}
+    hardware = read_sheet("8xh200")
+    found = refused({**config, "graphs": graphs}, hardware=hardware)["graphs.on_failure"]
+    assert "2 ranks exchange tensors of equal sizes" in found.reason
+    for fix in ({**graphs, "on_failure": "stop"}, {"use": "eager"}):
+        planned({**config, "graphs": fix}, hardware=hardware)
+
+
 def test_larger_limits_go_on_in_steps() -> None:
     from glowplug.plugins.graphs.cuda_graph import TOKEN_COUNT_STEP, TOKEN_COUNTS, CudaGraphOptions
 

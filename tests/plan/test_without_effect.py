@@ -129,6 +129,7 @@ def test_options_without_effect_on_a_gpu_say_so(
         {"graphs": {"use": "cuda_graph", "prefill_tokens": [16]}},
         {"scheduler": {"share_prefill": 3}},
         {"executor": {"use": "multiprocess", "start_timeout": 5.0, "watchdog": 5.0}},
+        {"executor": {"use": "multiprocess"}, "collectives": {"timeout": 5.0}},
         {"metrics": {"compat": ["vllm"]}},
         {"server": {"open_routes": ["/health"], "admin_api_key": "k"}},
         {"ops": {"use": "torch_compile", "max_batch": 2}},

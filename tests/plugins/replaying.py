@@ -16,6 +16,7 @@ class ReplayingOptions(CudaGraphOptions):
     prefill: bool | None = False  #: only where a test requests it
     #: "mode rows piece", "pass tokens" or "extend tokens" whose capture fails
     breaks: str | None = None
+    breaks_rank: int = 0  #: rank on which it fails
 
 
 @hookimpl

@@ -190,9 +190,9 @@ class Replaying(CudaGraph):
 
     def __init__(self, options: ReplayingOptions, plan: EnginePlan, worker: Worker) -> None:
         self.functions = Functions()
-        self.threads = Threads(self.functions, options.breaks)
+        self.breaks = options.breaks if worker.rank == options.breaks_rank else None
+        self.threads = Threads(self.functions, self.breaks)
         super().__init__(options, plan, worker, self.functions, self.threads)
-        self.breaks = options.breaks
         self.filled: list[tuple[int, int]] = []  #: live rows and graph's rows of every step
         self.passed: list[tuple[int, int]] = []  #: a step's tokens and its pass's
         self._extends = self.extends = _Extends(self.threads)

@@ -1,8 +1,8 @@
 """Every combination of ranks, exchanges, drafts and scheduling that fits four ranks, against one
-rank without any.
+rank without any; and every layout of 8 and of 16 ranks.
 
 ``python -m tests.support.combinations --output docs/benchmarks/combinations.json`` runs the whole
-matrix.
+matrix, ``--parts layouts`` only the layouts of 8 and 16 ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
@@ -36,13 +36,22 @@ from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
 from tests.support.tiny import write_config
 
 VOCAB = 158  #: not divisible by four
-SEED = 1  #: of the weights: the reference's closest decision is far from a tie
+SEED = 1  #: of SHAPE's weights: the reference's closest decision is far from a tie
 PAGE, ROWS, KV_TOKENS, CONTEXT = 4, 5, 96, 84
 #: least distance between the best two log-probabilities of a greedy token; float32 sums differ by
 #: 1e-5
 GAP = 1e-3
 ABORTED = 7  #: the request that is aborted midway
 SHAPE = {"vocab_size": VOCAB, "num_nextn_predict_layers": 1}
+#: heads and experts for 16 ranks
+WIDE_SHAPE = {
+    **SHAPE,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 16,
+}
+WIDE_SEED = 3
+MANY = (8, 16)  #: numbers of ranks whose layouts are tested with few other options
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,6 @@ class Combination:
             "context_length": CONTEXT,
             "memory": {"kv_tokens": KV_TOKENS},
             "attention": {"page_size": PAGE},
-            "weights": {"use": "agreeing", "seed": SEED},
             "cache": {"use": "radix" if self.radix else "none"},
             "scheduler": {
                 "max_running_requests": ROWS,
@@ -144,6 +152,16 @@ def exchanges() -> list[Combination]:
         Combination(tp, ep, dp, steps, chunked=bool(steps), exchange=name)
         for (tp, ep, dp), steps, name in itertools.product(layouts, (0, 2), names)
     ]
+
+
+def layouts() -> list[Combination]:
+    """Return every layout of 8 and 16 ranks, with and without drafts."""
+    sizes = (0, 2, 4, 8, 16)
+    found = [
+        Combination(tp, ep, dp, steps, chunked=bool(steps), overlap=steps != 1)
+        for tp, ep, dp, steps in itertools.product(MANY, sizes, sizes, (0, 1, 3))
+    ]
+    return [one for one in found if one.fits and max(one.ep, one.dp) <= one.tp]
 
 
 def sample(count: int, seed: int) -> list[Combination]:
@@ -227,18 +245,23 @@ class Reference:
     collected: dict[int, Collected]
     gap: float
     preemptions: int
+    weights: dict[str, Any]
 
 
-def reference(folder: Path) -> Reference:
-    """Run the smallest possible engine on the same requests."""
-    write_config(folder, "v3", **SHAPE)
+def reference(folder: Path, shape: Mapping[str, int] = SHAPE, seed: int = SEED) -> Reference:
+    """Run the smallest possible engine on the same requests.
+
+    ``shape`` changes the model's configuration; ``seed`` is that of its weights.
+    """
+    write_config(folder, "v3", **shape)
+    weights = {"use": "agreeing", "seed": seed}
     gaps: list[float] = []
-    with RankSet(rank_plan(Combination().config(folder), plugins()), plugins()) as ranks:
+    config = Combination().config(folder, weights=weights)
+    with RankSet(rank_plan(config, plugins()), plugins()) as ranks:
         note_gaps(ranks, gaps)
         collected = drive(ranks)
-        return Reference(
-            folder, collected, min(gaps), ranks.engines[0].scheduler.load().preemptions
-        )
+        preemptions = ranks.engines[0].scheduler.load().preemptions
+        return Reference(folder, collected, min(gaps), preemptions, weights)
 
 
 def note_gaps(ranks: RankSet, gaps: list[float]) -> None:
@@ -261,7 +284,8 @@ def run(one: Combination, known: Reference, **more: Any) -> dict[int, Collected]
 
     ``more`` replaces sections of the configuration.
     """
-    with RankSet(rank_plan(one.config(known.folder, **more), plugins()), plugins()) as ranks:
+    config = one.config(known.folder, **{"weights": known.weights, **more})
+    with RankSet(rank_plan(config, plugins()), plugins()) as ranks:
         collected = drive(ranks)
     for id, want in known.collected.items():
         got = collected[id]
@@ -285,18 +309,20 @@ def run(one: Combination, known: Reference, **more: Any) -> dict[int, Collected]
 
 # ---- the whole matrix ----------------------------------------------------------------------------
 
-_known: list[Reference] = []
+_known: dict[bool, Reference] = {}  #: references of this process: of the wide shape, of the other
 
 
 def _prepare(folder: str) -> None:
     torch.set_num_threads(1)
-    _known.append(reference(Path(folder) / f"{multiprocessing.current_process().pid}"))
+    own = Path(folder) / f"{multiprocessing.current_process().pid}"
+    _known[False] = reference(own)
+    _known[True] = reference(own / "wide", WIDE_SHAPE, WIDE_SEED)
 
 
 def outcome(one: Combination) -> tuple[str, str, str]:
     """Return (name, "same" | "refused" | "failed", why)."""
     try:
-        run(one, _known[0])
+        run(one, _known[one.tp in MANY])
     except PlanRefused as refused:
         return one.name, "refused" if not one.fits else "failed", str(refused)
     except Exception as error:
@@ -336,11 +362,15 @@ def whole(cells: Sequence[Combination], jobs: int) -> dict[str, Any]:
     }
 
 
+PARTS = {"matrix": matrix, "exchanges": exchanges, "layouts": layouts}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="write the outcome as JSON")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--only", default="", help="cells whose names match this")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     options = parser.parse_args()
     found = {
         "command": "python -m " + " ".join(["tests.support.combinations", *sys.argv[1:]]),
@@ -350,10 +380,9 @@ def main() -> int:
         "cpu": platform.processor() or platform.machine(),
         "processes": options.jobs,
     }
-    for part, cells in (("matrix", matrix()), ("exchanges", exchanges())):
-        found[part] = whole(
-            [one for one in cells if re.search(options.only, one.name)], options.jobs
-        )
+    for part in options.parts:
+        cells = [one for one in PARTS[part]() if re.search(options.only, one.name)]
+        found[part] = whole(cells, options.jobs)
         print(
             part,
             json.dumps({key: value for key, value in found[part].items() if key != "failures"}),
@@ -361,7 +390,7 @@ def main() -> int:
         )
     if options.output:
         options.output.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if found["matrix"]["failed"] or found["exchanges"]["failed"] else 0
+    return 1 if any(found[part]["failed"] for part in options.parts) else 0
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@ and the agreement of hosts.
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from glowplug.core.errors import PlanRefused
+from glowplug.core.errors import EngineDead, PlanRefused
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
@@ -19,14 +21,17 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.step.messages import Failed, Progress
 from glowplug.entrypoints.cli.flags.command_line import serve_defaults
 from glowplug.plugins.executors.ranks.failure_cause import (
+    QUIET,
     SPAWN,
     FailureKind,
     Watch,
     first_cause,
     host_limit,
 )
-from glowplug.plugins.executors.ranks.host import find_site
+from glowplug.plugins.executors.ranks.host import Site, find_site
 from glowplug.plugins.executors.ranks.host_identity import differences, identity
+from glowplug.plugins.executors.ranks.reach import await_first_host
+from glowplug.plugins.executors.ranks.start_watch import StartWatch, shown
 from glowplug.plugins.executors.torchrun import TorchrunOptions
 from tests.support.tiny import write_config
 
@@ -83,6 +88,28 @@ def test_a_failure_of_its_own_comes_before_silence_and_consequences() -> None:
     ]
 
 
+def test_a_silent_rank_explains_loops_that_stand_still() -> None:
+    """The other ranks report theirs a moment before the stopped rank counts as silent."""
+    watch, clock = watched()
+    clock.now += 3.0
+    for rank in (0, 2):
+        stuck = Failed(rank, "serve", "its loop has stood still for 10 s, in wait", stuck=True)
+        watch.received(rank, [stuck])
+    assert first_cause(watch.troubles).kind == FailureKind.STUCK
+    watch.received(1, [Progress(1, "serve")])
+    clock.now += 3.0
+    watch.look(QUIET)
+    assert "rank 1 has been silent for 3 s" in str(first_cause(watch.troubles))
+
+
+def test_a_loop_that_stands_still_explains_those_that_wait_for_it() -> None:
+    watch, _ = watched()
+    for rank in (0, 1):
+        said = Failed(rank, "serve", "its loop has stood still", consequence=rank == 0, stuck=True)
+        watch.received(rank, [said])
+    assert str(first_cause(watch.troubles)).startswith("rank 1 failed in phase serve: its loop")
+
+
 def test_one_silent_rank_is_found_among_others_that_beat() -> None:
     watch, clock = watched()
     for now in range(1, 12):
@@ -118,6 +145,61 @@ def test_an_orderly_end_and_a_slow_spawn_are_no_failures() -> None:
     assert "rank 0 has been silent for 31 s (phase spawn)" in str(slow.troubles[0])
 
 
+def test_progress_counts_for_the_whole_engine() -> None:
+    """The limit starts anew whenever any rank moves; then the rank that is furthest behind is
+    named.
+    """
+    clock = Clock()
+    start = StartWatch(60.0, None, clock)
+    for at, progress in (
+        (0.0, {0: "spawn", 1: "spawn"}),
+        (50.0, {0: "weights 7%", 1: "weights 100%"}),
+        (100.0, {0: "weights 8%", 1: "weights 100%"}),
+        (155.0, {0: "weights 9%", 1: "weights 100%"}),
+        (214.0, {0: "weights 9%", 1: "weights 100%"}),
+    ):
+        clock.now = at
+        assert start.look(progress) is None
+    clock.now = 216.0
+    reason = start.look({0: "weights 9%", 1: "weights 100%"})
+    assert reason is not None
+    assert reason.startswith(
+        "no rank has made progress for 60 s; rank 0 is in phase weights 9% (a longer"
+    )
+    assert start.look({0: "ready", 1: "serve"}) is None
+
+
+def test_a_start_may_have_a_limit_of_its_own() -> None:
+    clock = Clock()
+    start = StartWatch(60.0, 5.0, clock)
+    assert start.meeting_limit == 5.0 and StartWatch(60.0, None, clock).meeting_limit == 60.0
+    clock.now = 6.0
+    reason = start.look({0: "ready", 1: "capture 50%", 2: "kv", 3: "capture 4%"})
+    assert reason == "rank 2 was not ready after 5 s (phase kv)"
+
+
+def test_a_short_limit_leaves_time_to_import() -> None:
+    clock = Clock()
+    start = StartWatch(2.0, None, clock)
+    assert start.look({0: "build"}) is None
+    clock.now = SPAWN - 1
+    assert start.look({0: "build"}) is None
+    clock.now = SPAWN + 1
+    assert "rank 0 is in phase build" in str(start.look({0: "build"}))
+
+
+def test_reports_give_the_share_of_a_phase() -> None:
+    watch = Watch(range(3), 10.0, Clock())
+    watch.received(0, [Progress(0, "weights", 0, 1), Progress(0, "weights", 41, 900)])
+    watch.received(0, [Progress(0, "weights")])  # a heartbeat
+    watch.received(1, [Progress(1, "weights", 30, 30), Progress(1, "kv", 0, 1)])
+    assert watch.progress == {0: "weights 4%", 1: "kv", 2: "spawn"}
+    assert {rank: phase for rank, (phase, _) in watch.states.items()} == watch.progress
+    assert shown({**watch.progress, 3: "spawn"}) == (
+        "rank 0 weights 4%, rank 1 kv, ranks 2 to 3 spawn"
+    )
+
+
 @pytest.mark.parametrize("timeout", [2.0, 10.0, 600.0])
 def test_hosts_are_given_up_before_the_collectives_are(timeout: float) -> None:
     assert timeout / 2 <= host_limit(timeout) < timeout
@@ -141,6 +223,33 @@ def planned(folder: Path, **config: Any) -> EnginePlan:
         },
         plugins=PLUGINS,
     )
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("127.0.0.1", "Connection refused"),
+        ("no-such-host.invalid", "(Name or service|Temporary failure|No address)"),
+    ],
+)
+def test_a_first_host_that_is_not_there_is_named_with_the_reason(host: str, reason: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nothing listens
+        site = Site(1, 2, 1, 1, host, taken.getsockname()[1], serves=False)
+        with pytest.raises(
+            EngineDead,
+            match=rf"host 1 \(rank 1\) could not reach host 0 \(rank 0\) at {host}:\d+ within "
+            rf"1 s: .*{reason}",
+        ):
+            await_first_host(site, 1.0)
+
+
+def test_a_first_host_that_starts_later_is_waited_for() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        site = Site(1, 2, 1, 1, "127.0.0.1", listener.getsockname()[1], serves=False)
+        threading.Timer(0.3, listener.listen).start()
+        await_first_host(site, 60.0)
 
 
 def test_a_site_is_a_host_by_the_flags_and_a_rank_under_torchrun(tmp_path: Path) -> None:

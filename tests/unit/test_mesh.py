@@ -47,10 +47,7 @@ def test_an_axis_that_does_not_divide_the_ranks_is_refused() -> None:
 
 def test_a_worker_has_its_place_and_its_device() -> None:
     plan = replace(bare_plan(), mesh={"tp": 16}, device="cuda")
-    two_hosts = replace(
-        plan, facts=replace(plan.facts, hardware=replace(plan.facts.hardware, hosts=2))
-    )
-    worker = make_worker(two_hosts, 11, "file:///somewhere")
+    worker = make_worker(replace(plan, hosts=2), 11, "file:///somewhere")
     assert (worker.rank, worker.ranks, worker.device, worker.coordinates["tp"]) == (
         11,
         16,
@@ -59,6 +56,8 @@ def test_a_worker_has_its_place_and_its_device() -> None:
     )
     assert worker.rendezvous == "file:///somewhere"
     assert make_worker(plan, 11).device == "cuda:11" and make_worker(bare_plan(), 0).device == "cpu"
+    several = replace(plan.facts, hardware=replace(plan.facts.hardware, hosts=2))
+    assert make_worker(replace(plan, facts=several), 11).device == "cuda:11", "one host is used"
 
 
 class Strategy:

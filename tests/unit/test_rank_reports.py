@@ -4,11 +4,19 @@ operator can mend.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
 import pytest
 
+from glowplug.core.engine.in_flight import InFlight
 from glowplug.core.errors import CollectiveError, WeightError
 from glowplug.core.step.messages import Failed, decode_outbound
-from glowplug.plugins.executors.ranks.process import RankLink
+from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
+from glowplug.plugins.executors.ranks.process import RankLink, waiting_modules
+from tests.support.waiting import LIMIT
 
 
 class Pipe:
@@ -46,3 +54,47 @@ def test_errors_of_the_operator_have_no_stack(
     assert isinstance(said, Failed)
     assert (said.rank, said.consequence) == (1, consequence) and str(error) in said.reason
     assert ("Traceback" in said.traceback) == stack
+
+
+class Waiting(Gloo):
+    """Collectives that inherit their waits from another module, as those over peer memory do."""
+
+    __module__ = "elsewhere"
+
+
+@pytest.mark.parametrize(("ranks", "consequence"), [(1, False), (2, True)])
+@pytest.mark.parametrize("place", ["exchange", "device"])
+def test_a_rank_that_waits_for_others_reports_a_consequence(
+    place: str, ranks: int, consequence: bool
+) -> None:
+    """It waits in an exchange of the host, or for its device, whose kernels wait for peers."""
+    entered, ended = threading.Event(), threading.Event()
+
+    class Links:
+        def broadcast(self, data: bytes | None) -> bytes:
+            entered.set()
+            assert ended.wait(LIMIT)
+            return b""
+
+    class Copy:
+        wait = staticmethod(lambda: [np.frombuffer(Links().broadcast(None))])
+
+    held = Waiting.__new__(Waiting)
+    held._links = Links()  # type: ignore[assignment]
+    step = InFlight(None, None, [], Copy())  # type: ignore[arg-type]
+    wait = (lambda: held.broadcast_bytes(None)) if place == "exchange" else step.wait
+    link = RankLink(Pipe(), 1)
+    link.waits_in = waiting_modules(held, ranks)
+    thread = threading.Thread(target=lambda: suppressed(wait), daemon=True)
+    thread.start()
+    assert entered.wait(LIMIT)
+    link.loop = thread.ident or 0
+    said = link._stuck(10.0)
+    ended.set()
+    thread.join(LIMIT)
+    assert said.stuck and said.consequence == (consequence or place == "exchange")
+
+
+def suppressed(work: Callable[[], object]) -> None:
+    with suppress(Exception):
+        work()

@@ -2,7 +2,7 @@
 
 When one rank dies, the ranks that wait for it fail a moment later. An executor therefore goes on
 reading for a moment, and then reports a rank that ended, else a rank that failed by itself, else a
-silent rank, else the first rank that lost a peer.
+silent rank, else a live rank whose loop stands still, else the first rank that lost a peer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MARGIN = 4.0  #: seconds reserved for reporting the cause and ending all ranks
 SETTLE = 1.0  #: seconds to go on reading after the first trouble
 #: seconds a process may take until its first heartbeat, even if the limit is shorter
 SPAWN = 30.0
-#: seconds to wait for a rank to count as silent while the only troubles are lost peers
+#: seconds to wait for a rank to count as silent while the only troubles are lost peers and loops
+#: that stand still
 PATIENCE = QUIET + 2 * SETTLE
 SPAWNING = "spawn"  #: phase of a rank before its first report
 ENDED = "ended"  #: phase of a rank after its orderly end
@@ -37,7 +38,8 @@ class FailureKind(IntEnum):
     ENDED = 0  #: a process (or a whole host) has gone without a report
     FAILED = 1  #: a rank reported its own failure
     SILENT = 2  #: no heartbeat
-    CONSEQUENCE = 3  #: a rank lost a peer
+    STUCK = 3  #: heartbeats, but the loop stands still: perhaps it waits for a silent rank
+    CONSEQUENCE = 4  #: a rank lost a peer, or waits for one
 
 
 class Trouble(msgspec.Struct, array_like=True, frozen=True):
@@ -63,9 +65,7 @@ def settled(kind: int, waited: float) -> bool:
         kind: kind of the first cause so far.
         waited: seconds since the first failure was observed.
     """
-    return kind == FailureKind.ENDED or waited > (
-        PATIENCE if kind == FailureKind.CONSEQUENCE else SETTLE
-    )
+    return kind == FailureKind.ENDED or waited > (PATIENCE if kind >= FailureKind.STUCK else SETTLE)
 
 
 def host_limit(timeout: float) -> float:
@@ -86,10 +86,6 @@ def silence(rank: int, phase: str, seconds: float) -> Trouble:
     )
 
 
-def not_ready(rank: int, phase: str, seconds: float) -> str:
-    return f"rank {rank} was not ready after {seconds:.0f} s (phase {phase})"
-
-
 @dataclass
 class _Seen:
     """The observed state of one rank.
@@ -97,11 +93,13 @@ class _Seen:
     Attributes:
         last_message: time of the last message.
         phase: phase of the last report.
+        share: its completed share in percent; None: not reported.
         gone: it has ended, failed or been reported as silent.
     """
 
     last_message: float
     phase: str = SPAWNING
+    share: int | None = None
     gone: bool = False
 
 
@@ -133,10 +131,19 @@ class Watch:
         return {rank: seen.phase for rank, seen in self._seen.items()}
 
     @property
+    def progress(self) -> dict[int, str]:
+        """The phase of each rank, with its completed share if it has one: "weights 41%"."""
+        return {
+            rank: seen.phase if seen.share is None else f"{seen.phase} {seen.share}%"
+            for rank, seen in self._seen.items()
+        }
+
+    @property
     def states(self) -> dict[int, tuple[str, float]]:
-        """(phase, seconds since the last message) of each rank."""
+        """(phase with its share, seconds since the last message) of each rank."""
         now = self.clock()
-        return {rank: (seen.phase, now - seen.last_message) for rank, seen in self._seen.items()}
+        shown = self.progress
+        return {rank: (shown[rank], now - seen.last_message) for rank, seen in self._seen.items()}
 
     def received(self, rank: int, messages: Iterable[Outbound]) -> None:
         """Record messages of ``rank``; the call itself shows that the rank is alive."""
@@ -144,11 +151,17 @@ class Watch:
         seen.last_message = self.clock()
         for message in messages:
             if isinstance(message, Progress):
+                if message.total > 1:
+                    seen.share = 100 * message.done // message.total
+                elif message.phase != seen.phase:
+                    seen.share = None
                 seen.phase = message.phase
             elif isinstance(message, Failed):
                 seen.gone = True
                 seen.phase = message.phase
-                kind = FailureKind.CONSEQUENCE if message.consequence else FailureKind.FAILED
+                kind = FailureKind.STUCK if message.stuck else FailureKind.FAILED
+                if message.consequence:
+                    kind = FailureKind.CONSEQUENCE
                 self.troubles.append(
                     Trouble(
                         kind,

@@ -121,7 +121,7 @@ class LocalRanks:
             if all(pipe.closed for pipe in self._pipes.values()):
                 break
             self.receive(SETTLE_READ_SECONDS)
-        if first_cause(self.watch.troubles).kind == FailureKind.CONSEQUENCE:
+        if first_cause(self.watch.troubles).kind >= FailureKind.STUCK:
             self.watch.look(QUIET)
         return first_cause(self.watch.troubles)
 

@@ -77,7 +77,7 @@ class RankLink:
         phase: the current phase.
         loop: identifier of the thread that runs the rank.
         progressed: time of the last turn of the loop or progress report.
-        waits_in: name of the module of the collectives, in which a rank waits for other ranks.
+        waits_in: names of the modules in which a rank waits for other ranks.
     """
 
     def __init__(self, pipe: Pipe, rank: int) -> None:
@@ -86,7 +86,7 @@ class RankLink:
         self.phase = "build"
         self.loop = threading.get_ident()
         self.progressed = time.monotonic()
-        self.waits_in = ""
+        self.waits_in: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
     def send(self, messages: list[Outbound]) -> None:
@@ -139,7 +139,7 @@ class RankLink:
         collective.
         """
         frames = _frames(sys._current_frames().get(self.loop))
-        waits = any(frame.f_globals.get("__name__") == self.waits_in for frame in frames)
+        waits = any(frame.f_globals.get("__name__") in self.waits_in for frame in frames)
         place = frames[0].f_code if frames else None
         where = (
             f"in {place.co_qualname} of {os.path.basename(place.co_filename)}"
@@ -152,7 +152,8 @@ class RankLink:
             self.phase,
             f"its loop has stood still for {still:.0f} s, {where}",
             stack,
-            waits,
+            consequence=waits,
+            stuck=True,
         )
 
 
@@ -222,7 +223,7 @@ def run_rank(
             target=link.beat_forever, args=(watchdog,), daemon=True, name="glowplug-beat"
         ).start()
         engine = _build(plan, rank, threads, link, rendezvous, build)
-        link.waits_in = type(engine.collectives).__module__
+        link.waits_in = waiting_modules(engine.collectives, plan.ranks)
         _serve(engine, link)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return True
@@ -271,6 +272,18 @@ def _build(
 
     plugins = load_plugins_for(plan)
     return (build or build_rank)(plan, rank, plugins, report, rendezvous, link.note)
+
+
+def waiting_modules(collectives: object, ranks: int) -> frozenset[str]:
+    """Return the names of the modules in which one of several ranks waits for the others.
+
+    These are the modules of the collectives' class and its bases, and that in which a rank waits
+    for its device, whose kernels wait for the other ranks' data.
+    """
+    from glowplug.core.engine.in_flight import InFlight
+
+    kinds = [kind for kind in type(collectives).__mro__ if kind is not object]
+    return frozenset(kind.__module__ for kind in [*kinds, *([InFlight] if ranks > 1 else [])])
 
 
 def _serve(engine: RankLoop, link: RankLink) -> None:

@@ -1,0 +1,325 @@
+"""Faults in ranks of ``glowplug serve`` while requests are decoded: message, exit status, processes
+and device memory left behind, and the next start.
+
+``python -m tests.e2e.served_faults --repeat 10 --output docs/benchmarks/gpu-faults.json`` runs
+every case that often on two GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.support.waiting import LIMIT, until
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 2
+WATCHDOG = 10.0  #: seconds, as given by --watchdog-timeout
+START = 300.0  #: seconds after which a server counts as never ready
+FAULTS = ("kill", "stop", "memory")
+SAYS = {
+    "kill": r"rank {rank} ended \(exit code -9\) in phase serve",
+    "stop": r"rank {rank} has been silent for \d+ s \(phase serve\)",
+    "memory": r"rank {rank} failed in phase serve: (OutOfMemoryError|RuntimeError): .*allocate",
+}
+MEMORY_RANK = 1  #: rank of the plugin's fault
+FAILED = 1  #: exit status of a server whose engine has ended
+#: MiB of device memory that may still be in use, as other processes of the driver come and go
+SPARE_MIB = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    fault: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.fault} of rank {self.rank}"
+
+
+CASES = [Case(fault, rank) for fault in ("kill", "stop") for rank in range(RANKS)]
+CASES.append(Case("memory", MEMORY_RANK))
+
+
+class Server:
+    """A ``glowplug serve`` process with several ranks, its output in a file.
+
+    Args:
+        folder: A folder for its output.
+        words: Options of ``glowplug serve``.
+        launcher: Words of the command line before "-m glowplug serve".
+        environment: Variables to set.
+    """
+
+    def __init__(
+        self, folder: Path, *words: str, launcher: Sequence[str] = (), **environment: str
+    ) -> None:
+        self.log = folder / "serve.log"
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        self.port = free_port()
+        command = ["-m", "glowplug", "serve", "--port", str(self.port)]
+        if "--model-path" not in words:
+            command += ["--model", "embedded"]
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, *launcher, *command, *words],
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "PYTHONPATH": path, **environment},
+                cwd=ROOT,
+            )
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def ready(self) -> None:
+        def answers() -> bool:
+            assert self.process.poll() is None, self.text()[-3000:]
+            try:
+                return httpx.get(self.url + "/ready", timeout=5.0).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        until(answers, "the server is ready", START)
+
+    def ask(self) -> str:
+        """Return the answer to a question that the embedded model knows: "42"."""
+        question = {"role": "user", "content": "What is 17 + 25?"}
+        body = {"model": "embedded", "temperature": 0, "max_tokens": 16, "messages": [question]}
+        found = httpx.post(self.url + "/v1/chat/completions", json=body, timeout=LIMIT).json()
+        return str(found["choices"][0]["message"]["content"])
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of this host's ranks, in order."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        found = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return sorted(found, key=lambda child: child.create_time())
+
+    @contextmanager
+    def decoding(self) -> Iterator[Stream]:
+        """Run while a request is decoded, from its first token on."""
+        stream = Stream(self.url)
+        thread = threading.Thread(target=stream.read, daemon=True)
+        thread.start()
+        until(lambda: stream.chunks > 3 or stream.ended, "tokens arrive")
+        assert not stream.ended, self.text()[-3000:]
+        yield stream
+        thread.join(LIMIT)
+
+    def end(self, limit: float = LIMIT) -> int:
+        """Wait for the end of the process and return its exit status."""
+        return self.process.wait(limit)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Stream:
+    """The answer to a long request.
+
+    Attributes:
+        url: Address of the server.
+        chunks: Number of chunks with text so far.
+        ended: No more chunks come.
+        text: What came.
+    """
+
+    url: str
+    chunks: int = 0
+    ended: bool = False
+    text: str = ""
+
+    def read(self) -> None:
+        body = {
+            "model": "embedded",
+            "prompt": "Count from 1 to 900.",
+            "max_tokens": 900,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        try:
+            with httpx.stream(
+                "POST", self.url + "/v1/completions", json=body, timeout=LIMIT
+            ) as got:
+                for line in got.iter_lines():
+                    self.text += line
+                    self.chunks += line.startswith("data: {")
+        except httpx.TransportError as error:
+            self.text += repr(error)
+        self.ended = True
+
+
+@dataclass
+class Outcome:
+    """The result of a case.
+
+    Attributes:
+        status: Exit status of the server.
+        said: Its message on the end of the engine.
+        seconds: Time from the fault to the end of the process.
+        stream: What the client of the running request got.
+        left: Processes and device memory left behind.
+        again: The answer of the next start.
+        status_again: Exit status of that one after SIGTERM.
+    """
+
+    status: int
+    said: str
+    seconds: float
+    stream: str
+    left: list[str] = field(default_factory=list)
+    again: str = ""
+    status_again: int = -1
+
+    def wrong(self, case: Case) -> list[str]:
+        """Return the deviations from what is promised."""
+        found = list(self.left)
+        wanted = SAYS[case.fault].format(rank=case.rank)
+        if not re.search(wanted, self.said):
+            found.append(f"said {self.said[:500]!r}, expected {wanted!r}")
+        if self.status != FAILED:
+            found.append(f"exit status {self.status}")
+        if "[DONE]" in self.stream or '"finish_reason":"stop"' in self.stream:
+            found.append("a request ended as if it were complete")
+        if "42" not in self.again or self.status_again != 0:
+            found.append(f"next start: {self.again!r}, exit status {self.status_again}")
+        return found
+
+
+def run(case: Case, folder: Path, device: str, watchdog: float = WATCHDOG) -> Outcome:
+    """Run a server whose rank fails as in ``case``, and then another one."""
+    words = ("--tp", str(RANKS), "--device", device, "--context-length", "1024")
+    words += ("--watchdog-timeout", f"{watchdog:g}")
+    if device == "cpu":
+        words += ("--max-total-tokens", "4096")
+    used = device_memory() if device == "cuda" else []
+    plugin = ("--plugin", "tests.e2e.memory_plugin") if case.fault == "memory" else ()
+    (folder / "first").mkdir()
+    server = Server(folder / "first", *words, *plugin)
+    try:
+        server.ready()
+        processes = server.ranks()
+        assert len(processes) == RANKS
+        began = time.monotonic()
+        with server.decoding() as stream:
+            if case.fault != "memory":
+                name = "SIGKILL" if case.fault == "kill" else "SIGSTOP"
+                began = time.monotonic()
+                processes[case.rank].send_signal(getattr(signal, name))
+            status = server.end()
+        outcome = Outcome(status, reason(server), time.monotonic() - began, stream.text)
+    finally:
+        server.kill()
+    outcome.left = left(processes, used)
+    (folder / "next").mkdir()
+    server = Server(folder / "next", *words)
+    try:
+        server.ready()
+        outcome.again = server.ask()
+        server.process.terminate()
+        outcome.status_again = server.end()
+    finally:
+        server.kill()
+    return outcome
+
+
+def reason(server: Server) -> str:
+    """Return the last line of the log that says why the engine has ended."""
+    lines = [line for line in server.text().splitlines() if "the engine has stopped" in line]
+    return lines[-1].partition("the engine has stopped: ")[2] if lines else server.text()[-500:]
+
+
+def left(processes: list[psutil.Process], used: list[int]) -> list[str]:
+    """Return the processes that run on, and the GPUs with more memory in use than before."""
+
+    def there() -> list[str]:
+        found = [f"process {one.pid}" for one in processes if one.is_running()]
+        for gpu, (before, now) in enumerate(zip(used, device_memory() if used else [])):
+            if now > before + SPARE_MIB:
+                found.append(f"GPU {gpu}: {now - before} MiB")
+        return found
+
+    try:
+        until(lambda: not there(), "nothing is left", limit=30.0)
+    except AssertionError:
+        return there()
+    return []
+
+
+def device_memory() -> list[int]:
+    """Return the MiB in use on each GPU, of all processes."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [int(line) for line in done.stdout.split()]
+
+
+def free_port() -> int:
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    import torch
+
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    about = {
+        "command": "python -m tests.e2e.served_faults " + " ".join(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "devices": devices or ["CPU"],
+        "engine": f"glowplug serve --model embedded --tp {RANKS}, requests being decoded",
+        "watchdog_seconds": WATCHDOG,
+    }
+    rows = [
+        {"case": str(case), "runs": 0, "as_promised": 0, "slowest_end_seconds": 0.0, "wrong": []}
+        for case in CASES
+    ]
+    for _ in range(args.repeat):
+        for case, row in zip(CASES, rows, strict=True):
+            _add(row, case, args.device)
+            args.output.write_text(json.dumps({**about, "cases": rows}, indent=1) + "\n")
+
+
+def _add(row: dict[str, Any], case: Case, device: str) -> None:
+    """Run a case once and add its result to ``row``."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = run(case, Path(folder), device)
+    wrong = outcome.wrong(case)
+    row["runs"] += 1
+    row["as_promised"] += not wrong
+    row["slowest_end_seconds"] = max(row["slowest_end_seconds"], round(outcome.seconds, 1))
+    row["wrong"] += wrong
+    print(f"{case}: {outcome.seconds:.1f} s {wrong or ''}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
