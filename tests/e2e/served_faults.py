@@ -1,8 +1,8 @@
 """Faults in ranks of ``glowplug serve`` while requests are decoded: message, exit status, processes
 and device memory left behind, and the next start.
 
-``python -m tests.e2e.served_faults --repeat 10 --output docs/benchmarks/gpu-faults.json`` runs
-every case that often on two GPUs.
+``python -m tests.e2e.served_faults --repeat 10 --output FILE`` runs every case that often on two
+GPUs.
 """
 
 from __future__ import annotations
