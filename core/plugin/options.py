@@ -160,9 +160,7 @@ class SchedulerOptions(Options):
         None, ge=1, le=65536, description="most running sequences of the engine; None: from memory"
     )
     max_queued_requests: int = Field(
-        1024,
-        ge=0,
-        description="most waiting sequences of the engine; further ones are answered 429",
+        1024, ge=0, description="most waiting sequences of the engine; more are answered 429"
     )
     chunk_size: int | None = Field(
         None, ge=1, description="most prompt tokens of a step of the engine; None: the plan decides"

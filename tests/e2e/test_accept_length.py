@@ -17,8 +17,9 @@ from glowplug import LLM
 from glowplug.core.step.messages import Abort, Submit, packed_ids
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
-from tests.support.combinations import VOCAB, Combination, drive, plugins, reference
+from tests.support.combinations import SEED, VOCAB, Combination, drive, plugins, reference
 
+WEIGHTS = {"use": "agreeing", "seed": SEED}
 ALONE = Combination(steps=2)
 VARIANTS = {
     "together": ALONE,
@@ -44,6 +45,7 @@ def engine(one: Combination, folder: Path, **changes: Any) -> RankSet:
     config |= {
         "memory": {"kv_tokens": 2048},
         "scheduler": {**config["scheduler"], "max_running_requests": 8},
+        "weights": WEIGHTS,
     }
     return RankSet(rank_plan({**config, **changes}, plugins()), plugins())
 
@@ -149,7 +151,8 @@ def test_every_page_comes_back(
     """Pages are free after preemption and an abort (``drive``), refusals, deadlines, and rows whose
     logits are NaN.
     """
-    with RankSet(rank_plan(one.config(folder), plugins()), plugins()) as ranks:
+    config = {**one.config(folder), "weights": WEIGHTS}
+    with RankSet(rank_plan(config, plugins()), plugins()) as ranks:
         drive(ranks)
         late = Submit(101, packed_ids([6, 7]), SamplingParams(max_tokens=40), timeout=1e-4)
         ranks.run([submit(100, [5] * 200, 4), late, submit(102, [8] * 5, 30)])

@@ -246,16 +246,25 @@ class Planner:
                 raise
         return self._made(provider, {"use": "eager"})
 
-    def _made(self, provider: MeasuredProvider, graphs: Mapping[str, Any]) -> EnginePlan:
-        """Return the plan of a provider. ``graphs``: section of the configuration; {}: auto."""
+    def _limits(self, provider: MeasuredProvider) -> dict[str, int]:
+        """Return the scheduler's options with which every measured tensor fits into a step.
+
+        Limits are those of all groups.
+        """
         hidden = int(self._plugins.read_model(str(self._folder)).facts.hidden_size)
         ranks = number_of_ranks(self._config, self._plugins)
         chunk = max([64, *(size // hidden for size in self._sizes)])
         chunk = max([chunk, *(tokens * ranks for tokens in self._tokens)])
+        parallel = {**self._config, **provider.overrides}.get("parallel", [])
+        groups = max([1, *(one["size"] for one in parallel if one["use"] == "dp_attention")])
+        return {"max_running_requests": groups, "chunk_size": groups * chunk}
+
+    def _made(self, provider: MeasuredProvider, graphs: Mapping[str, Any]) -> EnginePlan:
+        """Return the plan of a provider. ``graphs``: section of the configuration; {}: auto."""
         settings: dict[str, Any] = {
             "context_length": 256,
             **self._config,
-            "scheduler": {"max_running_requests": 1, "chunk_size": chunk},
+            "scheduler": self._limits(provider),
             "memory": {"kv_tokens": 4096},
             "cache": {"use": "none"},
             **provider.overrides,

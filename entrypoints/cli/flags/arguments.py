@@ -98,6 +98,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             metavar=metavar,
         )
+    _add_switches(group)
+
+
+def _add_switches(group: argparse._ArgumentGroup) -> None:
+    """Add other engines' switches that block a plugin or have no effect."""
     for name, (plugin, effect) in BLOCKING.items():
         group.add_argument(
             name, action="append_const", const=plugin, dest="blocked_plugins", help=effect
