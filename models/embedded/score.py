@@ -101,7 +101,10 @@ def held_out_chats(folder: Path, count: int = 400, seed: int = 7) -> list[str]:
     chats = [tokenizer.prompt_text((), t.prompt, think=t.think) + t.completion for t in tasks]
     pairs = read_pairs(folder / HELD_OUT)
     chosen = rng.sample(pairs, min(count - len(chats), len(pairs)))
-    return [*chats, *(tokenizer.prompt_text((), rng.choice(p.asks)) + p.answer for p in chosen)]
+    return [
+        *chats,
+        *(tokenizer.prompt_text((), rng.choice(p.questions)) + p.answer for p in chosen),
+    ]
 
 
 @torch.no_grad()

@@ -92,7 +92,7 @@ class TextSource:
 
     def _pair_turn(self) -> tuple[str, str, bool]:
         pair = self.rng.choice(self.pairs[self.rng.choices(self.sources, self.source_weights)[0]])
-        ask = self.rng.choice(pair.asks)
+        ask = self.rng.choice(pair.questions)
         think = self.rng.random() < THINK_SHARE
         if self.rng.random() < 0.1:  # users do not always write neatly
             ask = ask.rstrip("?.")

@@ -35,12 +35,12 @@ class Pair:
 
     Attributes:
         source: name of the data source.
-        asks: ways to ask for the answer.
+        questions: wordings of one question, all with this answer.
         answer: the answer.
     """
 
     source: str
-    asks: tuple[str, ...]
+    questions: tuple[str, ...]
     answer: str
 
     @property
@@ -49,17 +49,18 @@ class Pair:
 
         A fixed share of each source's pairs is kept, but none of the source "facts".
         """
-        digest = hashlib.blake2b(self.asks[0].encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(self.questions[0].encode(), digest_size=8).digest()
         return self.source != "facts" and int.from_bytes(digest, "big") % HELD_OUT_BUCKETS == 0
 
 
 def collect_pairs(wordnet: WordNet, generated: Path | None) -> list[Pair]:
     """Return the question-answer pairs of every source; ``generated`` is left out if None."""
-    pairs = [Pair("facts", tuple(asks), answer) for asks, answer in facts.questions()]
+    pairs = [Pair("facts", tuple(questions), answer) for questions, answer in facts.questions()]
     pairs += [
-        Pair("wordnet", tuple(asks), answer) for asks, answer in wordnet.questions(DEFINED_WORDS)
+        Pair("wordnet", tuple(questions), answer)
+        for questions, answer in wordnet.questions(DEFINED_WORDS)
     ]
-    pairs += [Pair("python", tuple(asks), answer) for asks, answer in pydocs.questions()]
+    pairs += [Pair("python", tuple(questions), answer) for questions, answer in pydocs.questions()]
     if generated:
         for line in generated.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
@@ -79,7 +80,7 @@ def tokenizer_sample(prose: Sequence[str], pairs: Sequence[Pair], size: int = 30
     """Return texts on which to train the tokenizer: similar numbers of prose, pairs and tasks."""
     rng = random.Random(1)
     texts = rng.sample(list(prose), min(size, len(prose)))
-    texts += [f"{rng.choice(pair.asks)}\n{pair.answer}" for pair in rng.choices(pairs, k=size)]
+    texts += [f"{rng.choice(pair.questions)}\n{pair.answer}" for pair in rng.choices(pairs, k=size)]
     tasks = (make_task(rng) for _ in range(size))
     return texts + [f"{task.prompt}\n{task.reasoning}\n{task.answer}" for task in tasks]
 
@@ -91,13 +92,15 @@ def encode_stream(texts: Iterable[str], coder: Tokenizer) -> np.ndarray:
 
 
 def write_pairs(file: Path, pairs: Iterable[Pair]) -> None:
-    lines = (json.dumps([p.source, p.asks, p.answer], ensure_ascii=False) + "\n" for p in pairs)
+    lines = (
+        json.dumps([p.source, p.questions, p.answer], ensure_ascii=False) + "\n" for p in pairs
+    )
     file.write_text("".join(lines), encoding="utf-8")
 
 
 def read_pairs(file: Path) -> list[Pair]:
     rows = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
-    return [Pair(source, tuple(asks), answer) for source, asks, answer in rows]
+    return [Pair(source, tuple(questions), answer) for source, questions, answer in rows]
 
 
 def main() -> None:
