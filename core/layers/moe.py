@@ -147,15 +147,14 @@ class Moe(Module):
     def _set_exchange(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         """Set the exchange of tokens between ranks, and which sums the next norm computes."""
         found = context.parallel.expert_exchange(name, sizes.experts)
-        self._select: Select | None = getattr(found, "select", None)
-        if not getattr(found, "stays", False):
-            self._select = None
-        self._exchange = found if self._select is None else None
+        stays = getattr(found, "stays", False)
+        self._select: Select | None = found.select if stays else None  # type: ignore[union-attr]
+        self._exchange = None if stays else found
         self.exchanges = self._exchange is not None
         self._masks = not getattr(found, "masks_padding", False)
-        stays = not (self.exchanges or context.parallel.moves_tokens)
+        moves = self.exchanges or context.parallel.moves_tokens
         # the results go straight to the next norm, which sums them over the ranks
-        self._in_norm = stays and context.sums_in_norm
+        self._in_norm = not moves and context.sums_in_norm
         alone = context.worker.ranks == 1
         self._gives_parts = context.ops.adds_parts and (alone or self._in_norm)
 

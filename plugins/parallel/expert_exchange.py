@@ -4,9 +4,9 @@ The ranks of a group hold the same tokens, so each rank contributes its own slic
 token is sent once. All slices are as long as those of the busiest group; padding rows are zeros
 with ids of -1. S is the number of rows of a slice, and K the number of experts of a token.
 
-NOTE: slices are summed here, in float32 and in order of rank, instead of by the backend's
-reduce-scatter. A ring sums in an order that depends on a row's position in the buffer, so a token's
-bits would depend on the other tokens of the step.
+NOTE: slices are summed in float32 and in order of rank. A backend's ``reduce_scatter`` may be a
+ring, whose order of summation depends on a row's position in the buffer, so that a token's bits
+would depend on the other tokens of the step.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Exchange:
 
     Attributes:
         load: Number of tokens that chose each expert, int64 [experts]; None if not counted.
+        masks_padding: True: the exchange itself leaves padding tokens out.
     """
 
     load: Tensor | None = None
