@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
+from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.graph_pieces import DIRECT, GraphPieces
 from glowplug.core.step.request import Sequence
 
@@ -60,6 +62,8 @@ class Batch:
     longest: int = 0
     #: first cache position that is attended to; those before it are empty (a draft's batch: 1)
     first_key: int = 0
+    #: size of the drafts of this step's decoding rows; None: the plan's
+    draft_shape: DraftShape | None = None
     #: runs the pieces of this step: directly, or replayed from graphs
     pieces: GraphPieces = DIRECT
     # ---- set by the runner -----------------------------------------------------------------------
@@ -70,8 +74,13 @@ class Batch:
     kv_lens_device: Any = None  #: torch int32 [B]
     query_starts: Any = None  #: torch int32 [B + 1] prefix sums of query_lens
     page_table: Any = None  #: torch int32 [B, P]
-    #: torch int64 [D, W], bit j of a token: it attends to its row's own token j; None: causal
+    #: torch int64 [D, W], bit j of a token: it attends to key j of the last ``tree_span`` keys of
+    #: its row, all of whose earlier keys it attends to; None: causal
     tree_mask: Any = None
+    #: keys of a row that ``tree_mask`` names, its own W tokens last; 0: W
+    tree_span: int = 0
+    #: tokens of the decoding rows as trees, set by the speculative algorithm; None: chains
+    tree: DraftTree | None = None
     #: torch int64 [N] tokens whose logits are needed; None: all tokens
     logits_index: Any = None
     #: padding of the step; None: no expert ids are masked

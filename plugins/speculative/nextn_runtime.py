@@ -33,7 +33,7 @@ from glowplug.plugins.speculative.host_chain import (
     verify_chain_host,
 )
 from glowplug.plugins.speculative.nextn import NextNOptions
-from glowplug.plugins.speculative.verify import verify_chain
+from glowplug.core.speculation.verify import verify_chain
 
 #: key in ``Batch.extra`` of the hidden states that a NextN layer continues
 PREVIOUS_HIDDEN = "previous_hidden"

@@ -12,7 +12,7 @@ from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Accepted, Batch, LogprobTensors
 from glowplug.core.step.to_device import send
 from glowplug.plugins.speculative.none import NoSpeculationOptions
-from glowplug.plugins.speculative.verify import spread
+from glowplug.core.speculation.verify import spread
 
 
 class NoSpeculation:

@@ -20,7 +20,7 @@ from glowplug.plugins.speculative.host_chain import (
     uncached_tokens_host,
     verify_chain_host,
 )
-from glowplug.plugins.speculative.verify import chain_before, verify_chain
+from glowplug.core.speculation.verify import chain_before, verify_chain
 from tests.contract.test_speculative_nextn import LIMITS, PAGE, Draft, make, shifted
 
 

@@ -38,7 +38,7 @@ from glowplug.plugins.speculative.drafting import (
 )
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN
-from glowplug.plugins.speculative.verify import (
+from glowplug.core.speculation.verify import (
     accept_chain,
     accept_chain_reference,
     chain_before,

@@ -16,7 +16,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("step",),
     ("protocols", "text"),
-    ("layers", "engine"),
+    ("layers", "engine", "speculation"),
     ("startup",),
     ("testing",),
     ("api",),
@@ -33,7 +33,17 @@ UPWARD = {
     ): "the operator's chat template is compiled before anything is loaded",
 }
 #: folders and modules of core that plugins, models and third parties import from
-PUBLIC = ("api", "plugin", "protocols", "step", "layers", "facts", "plan.plan", "errors")
+PUBLIC = (
+    "api",
+    "plugin",
+    "protocols",
+    "step",
+    "layers",
+    "speculation",
+    "facts",
+    "plan.plan",
+    "errors",
+)
 #: (folder, prefix of core) that one kind of plugin may import beyond PUBLIC -> reason
 ALSO = {
     ("plugins/executors", "startup"): "executors start ranks",

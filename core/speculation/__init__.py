@@ -1,0 +1,1 @@
+"""Building blocks of speculative algorithms: trees of drafts and their verification."""
