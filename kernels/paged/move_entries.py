@@ -104,9 +104,9 @@ def move_entries(table: EntryTable, sources: Tensor, targets: Tensor, layers: ra
 
     Args:
         table: the cache
-        sources: slots to read, int64 [D, S]; within a row their positions ascend
-        targets: slots to write, int64 [D, S]; within a row their positions ascend, and none is
-            behind that of its source; equal slots are not touched
+        sources: slots to read, int64 [D, S]
+        targets: slots to write, int64 [D, S]; entries with two equal slots are not touched, and of
+            the others of a row sources and targets ascend, with no target behind its source
         layers: consecutive layers of the table
     """
     rows, moves = sources.shape

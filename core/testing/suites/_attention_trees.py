@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.step.draft_tree import MASK_BITS
+from glowplug.core.plugin.draft_shape import MASK_BITS
 from glowplug.core.testing.harness.paged_world import Row, World, make_world
 from glowplug.core.testing.suites._attention_base import AttentionSuite, MhaCase, MlaCase
 

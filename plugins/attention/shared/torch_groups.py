@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glowplug.core.plugin.draft_shape import MASK_BITS
 from glowplug.core.step.batch import Batch
-from glowplug.core.step.draft_tree import MASK_BITS
 
 
 @dataclass(frozen=True)
