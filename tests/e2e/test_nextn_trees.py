@@ -12,6 +12,7 @@ from glowplug import LLM
 from glowplug.entrypoints.front.llm import Completion
 from tests.e2e.cuts import CUTS
 from tests.e2e.test_nextn import (
+    BASE,
     GREEDY,
     VOCAB,
     all_pages_are_back,
@@ -114,6 +115,21 @@ def test_a_request_gains_the_same_in_any_company(folder: Path) -> None:
             warm = llm.generate(prompts(), GREEDY)
             assert sum(one.cached_tokens for one in warm) > 0
             assert accepting.take() == alone, f"{variant}, with a warm cache"
+
+
+def test_a_tree_beside_attention_for_chains_runs_as_a_chain(
+    folder: Path, greedy: list[Completion]
+) -> None:
+    knobs = {"use": "nextn", "steps": 3, "topk": 4}
+    with LLM(
+        model=str(folder),
+        plugins=["tests.plugins.chains_only"],
+        attention={"use": "chains_only"},
+        speculative=knobs,
+        **BASE,
+    ) as llm:
+        same(llm.generate(prompts(), GREEDY), greedy)
+        assert llm.plan.sizes.width == 4
 
 
 def test_a_tree_gains_more_than_its_chain(folder: Path) -> None:
