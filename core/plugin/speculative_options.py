@@ -31,6 +31,10 @@ class SpeculativeOptions(Options):
         """
         return self.draft_shape().lookahead
 
+    def head_rows(self) -> int:
+        """Return the number of rows of the head that drafts keep a copy of."""
+        return 0
+
     def draft_folder(self) -> str | None:
         """Return the draft model's own folder; None if it has none, or without a draft."""
         return None
