@@ -26,7 +26,8 @@ def parts_of(columns: int) -> int:
     Args:
         columns: Number of columns of the table of tokens.
     """
-    return min(PARTS_MAX, triton.next_power_of_2(triton.cdiv(columns, PART_TOKENS)))
+    parts: int = triton.next_power_of_2(triton.cdiv(columns, PART_TOKENS))
+    return min(PARTS_MAX, parts)
 
 
 @triton.jit
