@@ -17,7 +17,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.core.protocols.build_context import BuildContext
-from glowplug.core.speculation.verify import verify_chain
+from glowplug.core.speculation.verify import verify
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.to_device import send
 
@@ -94,7 +94,7 @@ class TokenDrafts(ABC):
         if batch.num_decodes < batch.num_rows:
             places = np.flatnonzero(batch.samples[batch.num_decodes :]) + batch.num_decodes
             ends = send([places.astype(np.int64)], self._device)[0]
-        accepted = verify_chain(logits, batch, self._shape_of(batch).tokens, ends, sampler)
+        accepted = verify(logits, batch, self._shape_of(batch).tokens, ends, sampler)
         self._keep_decoded(batch, accepted)
         if ends is not None:
             rows = batch.row_ids[ends]

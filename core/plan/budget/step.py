@@ -86,8 +86,9 @@ def _decoding_rows(proposal: Proposal, rows: int) -> DecodingRows:
     values = proposal.values
     positions = _longest(proposal) + values.width + values.lookahead
     heads = -(-proposal.facts.model.num_heads // axis_size("attn_tp", values.mesh))
+    width = max(values.width, values.draft_shape.topk)
     return DecodingRows(
-        rows + 1, positions, values.page_size, values.width, heads, values.draft_layers > 0
+        rows + 1, positions, values.page_size, width, heads, values.draft_layers > 0
     )
 
 
