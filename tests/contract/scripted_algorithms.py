@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 from glowplug.core.protocols import Limits, Sampled, Sampler, SpeculativeAlgorithm, Worker
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.graph_pieces import DraftExtend
@@ -21,18 +23,25 @@ from glowplug.core.testing.harness.scripted_draft import ScriptedDraft
 from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
 from glowplug.core.testing.harness.scripted_target import PAGE
 from glowplug.plugins.speculative.nextn import NextNOptions
-from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN
+from glowplug.plugins.speculative.model_drafts import PREVIOUS_HIDDEN
+from glowplug.plugins.speculative.nextn_runtime import NextN
 from glowplug.plugins.speculative.ngram import NGramOptions
 from glowplug.plugins.speculative.ngram_runtime import NGram
 
 STEPS = 3
-LOOKAHEAD = 1
+
+
+def _plan(options: SpeculativeOptions) -> EnginePlan:
+    shape = options.draft_shape()
+    return bare_plan(
+        page_size=PAGE, width=shape.tokens, draft_shape=shape, lookahead=options.lookahead()
+    )
 
 
 def ngram(limits: Limits, kind: type[NGram] = NGram, **options: Any) -> NGram:
     """Return an algorithm of ``kind`` with room for ``limits``."""
     parsed = NGramOptions(**{"steps": STEPS, **options})
-    made = kind(parsed, bare_plan(page_size=PAGE, width=parsed.width()), Worker())
+    made = kind(parsed, _plan(parsed), Worker())
     made.reserve(limits)
     return made
 
@@ -40,8 +49,7 @@ def ngram(limits: Limits, kind: type[NGram] = NGram, **options: Any) -> NGram:
 def nextn(limits: Limits, kind: type[NextN] = NextN, **options: Any) -> NextN:
     """Return an algorithm of ``kind`` whose draft checks hidden states and cache entries."""
     parsed = NextNOptions(**{"steps": STEPS, **options})
-    plan = bare_plan(page_size=PAGE, width=parsed.width(), lookahead=LOOKAHEAD)
-    made = kind(parsed, plan, Worker(dtype=torch.float32))
+    made = kind(parsed, _plan(parsed), Worker(dtype=torch.float32))
     draft: Any = ScriptedDraft(PREVIOUS_HIDDEN)
     context: Any = SimpleNamespace(attention=draft, draft_extend=DraftExtend())
     made.draft_model(context, draft, draft)

@@ -9,7 +9,6 @@ from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
 from glowplug.core.testing.suites.speculative import DRIVES, SpeculativeSuite
 from tests.contract.scripted_algorithms import (
     FAULTY,
-    LOOKAHEAD,
     Maker,
     nextn,
     ngram,
@@ -38,15 +37,11 @@ class TestNGramOnADevice(OnADevice):
 
 
 class TestNextN(SpeculativeSuite):
-    lookahead = LOOKAHEAD
-
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return nextn(limits)
 
 
 class TestNextNOnADevice(OnADevice):
-    lookahead = LOOKAHEAD
-
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return nextn(limits)
 
@@ -55,8 +50,6 @@ del OnADevice
 
 
 class Faulty(SpeculativeSuite):
-    lookahead = LOOKAHEAD
-
     def __init__(self, make: Maker) -> None:
         self._make = make
 

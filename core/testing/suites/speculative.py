@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Sampled, SpeculativeAlgorithm
 from glowplug.core.step.batch import Accepted, Batch
@@ -26,6 +27,7 @@ ABORTED = 3  #: the request that is aborted in flight
 ABORT_TURN = 12
 STEMS = 3  #: texts with which prompts begin, so that requests share prefixes
 STEM_TOKENS = 30
+LONE_TOKENS = 45
 
 
 @dataclass(frozen=True)
@@ -174,10 +176,10 @@ class SpeculativeSuite:
     which checks the hidden states and the cache entries that a draft pass reads.
 
     Attributes:
-        lookahead: ``Sizes.lookahead`` of the algorithm's plans.
+        shape: size of the drafts of the algorithm that ``make`` returns; None: a chain.
     """
 
-    lookahead = 0
+    shape: DraftShape | None = None
 
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         """Return the algorithm with its draft model (if any) built and reserved."""
@@ -259,9 +261,11 @@ class SpeculativeSuite:
         )
         algorithm = self.make(limits)
         width = algorithm.width()
+        shape = self.shape or DraftShape.chain(width - 1)
         plan = bare_plan(
             width=width,
-            lookahead=self.lookahead,
+            draft_shape=shape,
+            lookahead=shape.lookahead,
             num_pages=case.pages,
             chunk_size=case.chunk,
             max_step_tokens=case.chunk + ROWS * width,
@@ -269,7 +273,11 @@ class SpeculativeSuite:
         )
         drive = ScriptedDrive(algorithm, plan, seed=case.seed, depth=case.depth, cached=case.cached)
         self.prepare(drive)
-        _submit(drive, random.Random(case.seed))
+        rng = random.Random(case.seed)
+        # first a request alone, so that its chunks end where the page table ends
+        drive.add(sequence(REQUESTS, _tokens(rng, LONE_TOKENS), max_tokens=9))
+        drive.run()
+        _submit(drive, rng)
         for _ in range(ABORT_TURN):
             drive.turn()
         drive.abort(ABORTED)
