@@ -31,15 +31,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+BASE: dict[str, Any] = {
+    "weights": {"use": "random"},
+    "skip_tokenizer": True,
+    "dtype": "float32",
+    "device": "cpu",
+    "context_length": 256,
+    "memory": {"kv_tokens": 4096},
+}
+
+
 def engine(folder: Path, steps: int, **config: Any) -> LLM:
-    base: dict[str, Any] = {
-        "weights": {"use": "random"},
-        "skip_tokenizer": True,
-        "dtype": "float32",
-        "device": "cpu",
-        "context_length": 256,
-        "memory": {"kv_tokens": 4096},
-    }
+    base = dict(BASE)
     if steps:
         base["speculative"] = {"use": "nextn", "steps": steps}
     return LLM(model=str(folder), plugins=["tests.plugins.accepting"], **{**base, **config})
