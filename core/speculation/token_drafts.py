@@ -7,6 +7,7 @@ which computes W tokens: its newest token and the drafts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
 from functools import partial
 
 import numpy as np
@@ -17,8 +18,10 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.speculation.tree_growth import ancestor_masks
 from glowplug.core.speculation.verify import verify
 from glowplug.core.step.batch import Accepted, Batch
+from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.to_device import send
 
 
@@ -29,15 +32,10 @@ class TokenDrafts(ABC):
     only. A row's prompt, and the output of a sequence that continues after a preemption, are copied
     to the device when the sequence joins the row, whether or not its cache entries are computed
     again. Accepted tokens follow in ``accept``.
-
-    Args:
-        shape: the size of the drafts.
-        plan: the plan.
-        worker: the rank.
     """
 
-    def __init__(self, shape: DraftShape, plan: EnginePlan, worker: Worker) -> None:
-        self._shape = shape
+    def __init__(self, plan: EnginePlan, worker: Worker) -> None:
+        self._shape = plan.sizes.draft_shape
         self._context = plan.sizes.context_length
         self._device = torch.device(worker.device)
         self._on_host = self._device.type == "cpu"
@@ -56,6 +54,14 @@ class TokenDrafts(ABC):
             shape: the size of the drafts in this step.
         """
 
+    def parents(self, shape: DraftShape) -> Seq[int] | None:
+        """Return the index of the parent of each of a row's W tokens, 0 for the newest token.
+
+        A parent precedes its children, and the drafts of ``propose`` that have the same parent have
+        to differ. None (the default): the drafts are a chain.
+        """
+        return None
+
     def width(self) -> int:
         return self._shape.tokens
 
@@ -71,6 +77,7 @@ class TokenDrafts(ABC):
         )
         # ones, because no sequence is empty
         self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
+        self._trees: dict[DraftShape, DraftTree | None] = {}
 
     def lengths(self, batch: Batch) -> Tensor | None:
         decodes = batch.num_decodes
@@ -85,8 +92,17 @@ class TokenDrafts(ABC):
 
     def draft(self, batch: Batch) -> Tensor:
         self._copy_joined(batch)
-        if not batch.num_decodes:
-            return self._computed.new_empty(0, self._shape_of(batch).tokens, dtype=torch.int64)
+        shape = self._shape_of(batch)
+        decodes = batch.num_decodes
+        batch.tree = None
+        if not decodes:
+            return self._computed.new_empty(0, shape.tokens, dtype=torch.int64)
+        if shape not in self._trees:
+            self._trees[shape] = self._tree_of_rows(shape)
+        tree = self._trees[shape]
+        if tree is not None:
+            parts = tree.parents, tree.depths, tree.mask
+            batch.tree = DraftTree(*(part[:decodes] for part in parts))
         return batch.pieces.run("draft", partial(self._draft, batch))
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
@@ -106,6 +122,20 @@ class TokenDrafts(ABC):
     def _shape_of(self, batch: Batch) -> DraftShape:
         """Return the size of the drafts in the step ``batch``."""
         return batch.draft_shape or self._shape
+
+    def _tree_of_rows(self, shape: DraftShape) -> DraftTree | None:
+        """Return the tree of ``parents``, once for each row of the table; None for a chain."""
+        parents = self.parents(shape) if shape.tokens > 1 else None
+        if parents is None:
+            return None
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        rows = len(self._computed)
+        held, below = (
+            torch.tensor(part, device=self._device).repeat(rows, 1) for part in (parents, depths)
+        )
+        return DraftTree(held, below, ancestor_masks(held, max(depths)))
 
     def _copy_joined(self, batch: Batch) -> None:
         """Copy the tokens of the sequences that have entered a row to the device."""

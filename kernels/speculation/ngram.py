@@ -17,7 +17,6 @@ from glowplug.kernels.speculation.ngram_reference import Lookup
 BLOCK = 512  #: positions that a program compares at a time
 PART_TOKENS = 2048  #: columns of the table for which a row gets one more part
 PARTS_MAX = 32  #: most parts of a row
-TOPK_MAX = 8  #: most branches of a row, each of which takes a pass over the row's tokens
 
 
 def parts_of(columns: int) -> int:

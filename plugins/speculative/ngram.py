@@ -18,23 +18,27 @@ from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
-from glowplug.core.plugin.options import SpeculativeOptions
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
+from glowplug.plugins.speculative.knobs import check_knobs, shape_of_knobs
 
 STEPS = 4  #: tokens of a branch by default
-STEPS_MAX = 15  #: largest option ``steps``
 LOOKUP_MAX = 32  #: largest option ``prompt_lookup_max``
+TOPK_MAX = 8  #: largest option ``topk``; each branch takes a search of the row's tokens
 
 
 class NGramOptions(SpeculativeOptions):
     use: Literal["ngram"] = "ngram"
     steps: int | None = Field(
-        None, description=f"tokens drafted after each step; None: draft_tokens - 1, or {STEPS}"
+        None,
+        description="tokens drafted one after another; None: draft_tokens - 1 for a chain, if that "
+        f"is given, else {STEPS}",
     )
-    topk: int = Field(
-        1,
-        description="drafts considered at each position; always 1, because the drafts are a chain",
+    topk: int = Field(1, description="earlier occurrences that are continued; 1: a chain")
+    draft_tokens: int | None = Field(
+        None,
+        description="tokens verified per step, the last accepted one included; None: steps + 1 for "
+        "a chain, steps + topk for a tree",
     )
-    draft_tokens: int | None = Field(None, description="tokens verified per step; None: steps + 1")
     prompt_lookup_max: int = Field(
         5, description="most of a row's last tokens that an earlier occurrence has to equal"
     )
@@ -42,26 +46,56 @@ class NGramOptions(SpeculativeOptions):
         1, description="fewest of a row's last tokens that an earlier occurrence has to equal"
     )
 
-    def shape(self) -> DraftShape:
-        """Return the size of the drafts. Options that a check refuses give the nearest size."""
-        steps = self.steps
-        if steps is None:
-            steps = STEPS if self.draft_tokens is None else self.draft_tokens - 1
-        steps = max(steps, 1)
-        return DraftShape(steps, 1, steps + 1)
+    def drafted_steps(self) -> int:
+        """Return the number of tokens that are drafted one after another."""
+        if self.steps is not None:
+            return self.steps
+        if self.topk != 1 or self.draft_tokens is None:
+            return STEPS
+        return self.draft_tokens - 1
 
     def width(self) -> int:
-        return self.shape().tokens
+        return self.draft_shape().tokens
 
+    def draft_shape(self) -> DraftShape:
+        return shape_of_knobs(self.drafted_steps(), self.topk, self.draft_tokens)
 
-def _refuse(field: str, reason: str, fix: str) -> Refusal:
-    return Refusal("ngram", f"speculative.{field}", reason, fix)
+    def lookahead(self) -> int:
+        return 0  # there is no draft model
 
 
 def check_options(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse option values that give no chain of drafts, and impossible lengths of a match."""
+    """Refuse knobs of the drafts that do not fit together, and impossible lengths of a match."""
     options: NGramOptions = context.options
-    yield from _check_shape(options)
+    steps = options.drafted_steps()
+    refused = [*check_knobs("ngram", steps, options.topk, options.draft_tokens)]
+    yield from refused or _check_branches(options)
+    yield from _check_lookup(options)
+
+
+def _check_branches(options: NGramOptions) -> Iterator[Refusal]:
+    """Refuse trees that do not hold the best branch, or have more tokens than all branches."""
+    shape = options.draft_shape()
+    if not shape.is_tree:
+        return
+    if shape.topk > TOPK_MAX:
+        yield _refuse(
+            "topk",
+            f"topk is {shape.topk}; at most {TOPK_MAX} occurrences are continued",
+            f"speculative.topk = {TOPK_MAX}",
+        )
+    most = 1 + shape.steps * shape.topk
+    if not shape.steps < shape.tokens <= most:
+        yield _refuse(
+            "draft_tokens",
+            f"draft_tokens is {shape.tokens}; {shape.topk} branches of {shape.steps} tokens after "
+            f"the last accepted one take {shape.steps + 1} to {most}",
+            f"speculative.draft_tokens = {shape.steps + shape.topk}, or leave it out",
+        )
+
+
+def _check_lookup(options: NGramOptions) -> Iterator[Refusal]:
+    """Refuse impossible lengths of a match."""
     longest = options.prompt_lookup_max
     shortest = options.prompt_lookup_min
     if not 1 <= longest <= LOOKUP_MAX:
@@ -79,38 +113,13 @@ def check_options(context: CheckContext) -> Iterator[Refusal]:
         )
 
 
-def _check_shape(options: NGramOptions) -> Iterator[Refusal]:
-    """Refuse sizes of drafts that are not those of a chain."""
-    steps = options.steps
-    tokens = options.draft_tokens
-    if steps is None and tokens is not None and not 2 <= tokens <= STEPS_MAX + 1:
-        yield _refuse(
-            "draft_tokens",
-            f"draft_tokens is {tokens}; a chain verifies 2 to {STEPS_MAX + 1} tokens",
-            f"speculative.draft_tokens = {min(max(tokens, 2), STEPS_MAX + 1)}",
-        )
-    elif steps is not None and not 1 <= steps <= STEPS_MAX:
-        yield _refuse(
-            "steps",
-            f"steps is {steps}; a chain drafts 1 to {STEPS_MAX} tokens",
-            f"speculative.steps = {min(max(steps, 1), STEPS_MAX)}",
-        )
-    elif steps is not None and tokens not in (None, steps + 1):
-        yield _refuse(
-            "draft_tokens",
-            f"draft_tokens is {tokens}; a chain of {steps} steps verifies {steps + 1}: the last "
-            "accepted token and one per step",
-            f"speculative.draft_tokens = {steps + 1}, or leave it out",
-        )
-    if options.topk != 1:
-        yield _refuse(
-            "topk", f"topk is {options.topk}; the drafts are a chain", "speculative.topk = 1"
-        )
+def _refuse(field: str, reason: str, fix: str) -> Refusal:
+    return Refusal("ngram", f"speculative.{field}", reason, fix)
 
 
-def token_bytes(step: DecodingRows) -> int:
-    """Return the bytes of the rows' tokens and lengths."""
-    return step.rows * (step.positions + 2) * NUMBER_BYTES
+def state_bytes(step: DecodingRows) -> int:
+    """Return the bytes of the rows' tokens, lengths and trees (three int64 for each node)."""
+    return step.rows * ((step.positions + 2) * NUMBER_BYTES + 3 * 8 * step.width)
 
 
 @hookimpl
@@ -121,7 +130,7 @@ def register_speculative_algorithms() -> list[Component]:
             options=NGramOptions,
             factory="glowplug.plugins.speculative.ngram_runtime:NGram",
             check=check_options,
-            offers=SpeculativeOffers(drafts=True, modes=EVERY_MODE_GRAPH, reserves=token_bytes),
+            offers=SpeculativeOffers(drafts=True, modes=EVERY_MODE_GRAPH, reserves=state_bytes),
             summary="drafts copied from earlier text of the request; the same tokens in fewer "
             "steps",
         )

@@ -6,6 +6,8 @@ Each faulty algorithm has one fault of the kind that its name states.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.speculative_options import SpeculativeOptions
 from glowplug.core.protocols import Limits, Sampled, Sampler, SpeculativeAlgorithm, Worker
 from glowplug.core.step.batch import Accepted, Batch
@@ -22,13 +25,15 @@ from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.scripted_draft import ScriptedDraft
 from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
 from glowplug.core.testing.harness.scripted_target import PAGE
-from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.model_drafts import PREVIOUS_HIDDEN
+from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import NextN
 from glowplug.plugins.speculative.ngram import NGramOptions
 from glowplug.plugins.speculative.ngram_runtime import NGram
 
 STEPS = 3
+TREE = DraftShape(STEPS, 3, 7)
+Maker = Callable[[Limits], SpeculativeAlgorithm]
 
 
 def _plan(options: SpeculativeOptions) -> EnginePlan:
@@ -96,6 +101,10 @@ class Changed:
     def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
         if self._observes:
             self._inner.observe(tokens, counts, rows)
+
+
+def _tree(kind: type[NGram]) -> Maker:
+    return lambda limits: ngram(limits, kind, topk=TREE.topk, draft_tokens=TREE.tokens)
 
 
 def _told(**changes: Any) -> type[NGram]:
@@ -244,7 +253,36 @@ class CachedPrefixForgotten(NextN):
         return super().accept(logits, hidden, batch, sampler)
 
 
-Maker = Callable[[Limits], SpeculativeAlgorithm]
+class TreeTakenForChain(NGram):
+    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        batch.tree = None
+        return super().accept(logits, hidden, batch, sampler)
+
+
+class EntriesNotMoved(NGram):
+    """The entries of an accepted path stay apart."""
+
+    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        made = super().accept(logits, hidden, batch, sampler)
+        made.path = None
+        return made
+
+
+class EqualSiblings(NGram):
+    def propose(self, tokens: Tensor, rows: Tensor, *rest: Any) -> Tensor:
+        return super().propose(tokens, rows, *rest)[:, :1].expand(-1, self.width() - 1)
+
+
+class SiblingsAttendedTo(NGram):
+    """Each token attends to all tokens before it."""
+
+    def draft(self, batch: Batch) -> Tensor:
+        drafts = super().draft(batch)
+        if batch.tree is not None:
+            whole = (2 << torch.arange(self.width())) - 1
+            batch.tree = replace(batch.tree, mask=whole.expand_as(batch.tree.mask))
+        return drafts
+
 
 FAULTY: dict[str, Maker] = {
     "positions": lambda limits: ngram(limits, _told(positions=lambda given: given - 1)),
@@ -253,7 +291,7 @@ FAULTY: dict[str, Maker] = {
     "all drafts ahead": lambda limits: ngram(limits, _told(ahead=lambda given: given.abs())),
     "not observed": lambda limits: ngram(limits, _told(observe=False)),
     **{
-        kind.__name__: lambda limits, kind=kind: ngram(limits, kind)  # type: ignore[misc]
+        kind.__name__: partial(ngram, kind=kind)
         for kind in (
             LongerLengths,
             BoundsForLengths,
@@ -268,12 +306,16 @@ FAULTY: dict[str, Maker] = {
         )
     },
     **{
-        kind.__name__: lambda limits, kind=kind: nextn(limits, kind)  # type: ignore[misc]
+        kind.__name__: partial(nextn, kind=kind)
         for kind in (
             HiddenStateBefore,
             LastHiddenState,
             NextTokenOfChunksForgotten,
             CachedPrefixForgotten,
         )
+    },
+    **{
+        kind.__name__: _tree(kind)
+        for kind in (TreeTakenForChain, EntriesNotMoved, EqualSiblings, SiblingsAttendedTo)
     },
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.protocols import Limits, SpeculativeAlgorithm
 from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
 from glowplug.core.testing.suites.speculative import DRIVES, SpeculativeSuite
 from tests.contract.scripted_algorithms import (
     FAULTY,
+    TREE,
     Maker,
     nextn,
     ngram,
@@ -36,6 +38,20 @@ class TestNGramOnADevice(OnADevice):
         return ngram(limits)
 
 
+class TestNGramTree(SpeculativeSuite):
+    shape = TREE
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return ngram(limits, topk=TREE.topk, draft_tokens=TREE.tokens)
+
+
+class TestNGramTreeOnADevice(OnADevice):
+    shape = DraftShape(2, 4, 9)
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return ngram(limits, steps=2, topk=4, draft_tokens=9)
+
+
 class TestNextN(SpeculativeSuite):
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return nextn(limits)
@@ -46,10 +62,26 @@ class TestNextNOnADevice(OnADevice):
         return nextn(limits)
 
 
+class TestNextNTree(SpeculativeSuite):
+    shape = DraftShape(3, 2, 5)
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return nextn(limits, topk=2, draft_tokens=5)
+
+
+class TestNextNWideTree(SpeculativeSuite):
+    shape = DraftShape(2, 4, 8)
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return nextn(limits, steps=2, topk=4, draft_tokens=8)
+
+
 del OnADevice
 
 
 class Faulty(SpeculativeSuite):
+    shape = TREE  # the pages of a chain are among those of a tree
+
     def __init__(self, make: Maker) -> None:
         self._make = make
 

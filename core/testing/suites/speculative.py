@@ -234,9 +234,11 @@ class SpeculativeSuite:
         width = algorithm.width()
         batch = step([0, 3], 2, [width] * 2, [2 + width] * 2)
         batch.input_ids = algorithm.draft(batch).flatten()
-        made = self.accept(algorithm, batch, list(range(6, 6 + 2 * width)))
+        tokens = [(6 + place) % VOCAB for place in range(2 * width)]
+        made = self.accept(algorithm, batch, tokens)
         assert set(made.counts.tolist()) <= set(range(1, width + 1))
-        assert made.tokens[:, 0].tolist() == [6, 6 + width], "the first token is the target's"
+        first = made.tokens[:, 0].tolist()
+        assert first == [tokens[0], tokens[width]], "the first token is the target's"
         last = made.tokens.gather(1, made.counts.long()[:, None] - 1)
         following = algorithm.draft(step([3, 0], 2, [width] * 2, [9] * 2))[:, :1]
         assert torch.equal(following, last.flip(0))
