@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from torch import Tensor
 
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.protocols import Limits, SpeculativeAlgorithm
+from glowplug.core.step.batch import Batch, idle_batch
+from glowplug.core.testing.harness.drive import sequence
+from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
+from glowplug.core.testing.harness.scripted_target import PAGE
 from glowplug.core.testing.suites.speculative import DRIVES, SpeculativeSuite
+from glowplug.plugins.speculative.ngram_runtime import NGram
 from tests.contract.scripted_algorithms import (
     FAULTY,
     TREE,
@@ -96,3 +105,26 @@ def test_a_faulty_algorithm_is_caught(name: str) -> None:
     with pytest.raises((AssertionError, IndexError)):
         for case in DRIVES:
             suite.test_answers_follow_the_script(case)
+
+
+def test_a_replayed_step_has_the_sequences_that_joined() -> None:
+    """A scheduler may admit a sequence in a step that computes none of its tokens."""
+    drafted: list[Batch] = []
+    own, given = idle_batch(), idle_batch()
+    given.joined = [sequence(1, [2, 3])]
+
+    class Noting(NGram):
+        def draft(self, batch: Batch) -> Tensor:
+            drafted.append(batch)
+            return super().draft(batch)
+
+    graphs: Any = SimpleNamespace(
+        graph_for=lambda batch: given, fill=lambda graph, batch: own, pass_for=lambda batch: None
+    )
+    drive = ScriptedDrive(
+        ngram(Limits(9, 128, 129, 4, 23), Noting), bare_plan(width=4, page_size=PAGE)
+    )
+    drive.runner._complete(own)
+    drive.runner.graphs = graphs
+    drive.runner.launch(given).wait()
+    assert drafted[0] is own and own.joined == given.joined
