@@ -211,12 +211,15 @@ class SpeculativeOffers(Offers):
             folder.
         first_key: its draft's cache has no entry for the first position, so attention must observe
             ``Batch.first_key``.
+        reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
+            beside the KV cache and the states of pages; None for 0 bytes.
     """
 
     drafts: bool = False
     tree: bool = False
     nextn_layer: bool = False
     first_key: bool = False
+    reserves: Callable[[DecodingRows], int] | None = None
 
 
 @dataclass(frozen=True)
