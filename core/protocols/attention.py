@@ -207,3 +207,14 @@ class AttentionBackend(Protocol):
             [T, H * head_dim].
         """
         ...
+
+    def store_mha(self, k: Tensor, v: Tensor, kv_slots: Tensor, layer: MhaLayer) -> None:
+        """Store keys and values in the cache without attention; no ``plan_step`` is needed.
+
+        Args:
+            k: [T, kv_heads, head_dim], with RoPE applied.
+            v: [T, kv_heads, head_dim].
+            kv_slots: KV slots of the tokens (the slot mapping), int64 [T].
+            layer: the calling layer.
+        """
+        ...

@@ -239,6 +239,9 @@ class PagedMla:
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         raise NotImplementedError("this backend offers kind mla only")
 
+    def store_mha(self, k: Tensor, v: Tensor, kv_slots: Tensor, layer: MhaLayer) -> None:
+        raise NotImplementedError("this backend offers kind mla only")
+
     # ---- the layer after the prologue ------------------------------------------------------------
 
     def _planned(self) -> _Step:
