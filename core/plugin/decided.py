@@ -24,7 +24,7 @@ class Decided:
         kv_dtype: dtype of the KV cache.
         width: tokens of a row in a verify step; 1 without speculation.
         lookahead: draft passes before a step; 0 without speculation.
-        draft_layers: next-token layers that the draft uses, 0 or 1.
+        draft_layers: layers of the draft model in the KV pool, 0 or 1.
         draft_folder: folder of the draft model; None if the draft has no folder of its own.
         mesh: mesh axis -> size.
         ranks: number of ranks.
