@@ -23,7 +23,8 @@ COMPLETE = "the head's folder as it was published"
 def check_head(context: CheckContext) -> Iterator[Refusal]:
     """Refuse a head of an unsupported form, or one that does not fit the target's layers."""
     head = context.facts.draft
-    if head is None or not any(one.offers.eagle_head for one in context.of(SpeculativeOffers)):
+    chosen = [one for one in context.of(SpeculativeOffers) if one.offers.eagle_head]
+    if head is None or not chosen:
         return
     families = context.of(ModelOffers)
     if not any(head.architecture in one.offers.eagle_architectures for one in families):
@@ -31,6 +32,15 @@ def check_head(context: CheckContext) -> Iterator[Refusal]:
     reasons = [*_form(head), *_features(head, context.facts.model), *_vocabulary(head)]
     for reason, fix in reasons:
         yield Refusal("models", FOLDER, reason, fix)
+    size = EagleConfig.read(head).draft_vocab
+    branches = getattr(chosen[0].options, "topk", 1)
+    if not reasons and branches > size:
+        yield Refusal(
+            "models",
+            "speculative.topk",
+            f"topk is {branches}; the head drafts {size} different tokens",
+            f"speculative.topk = {size}",
+        )
 
 
 def _form(head: ModelFacts) -> Iterator[tuple[str, str]]:

@@ -1,48 +1,49 @@
 """EAGLE: drafts by a head trained for the target.
 
-The output is, token for token, the same as without speculation. Sources: EAGLE-2, arXiv 2406.16858;
-EAGLE-3, arXiv 2503.01840.
+A chain or tree of ``steps`` tokens is drafted after each step and verified by the next one. The
+output is, token for token, the same as without speculation. Sources: EAGLE, arXiv 2401.15077;
+EAGLE-2, arXiv 2406.16858; EAGLE-3, arXiv 2503.01840.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
+from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_folder import embedded_path
-from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
-from glowplug.core.plugin.options import SpeculativeOptions
-from glowplug.plugins.speculative.nextn import check_options
+from glowplug.plugins.speculative.knobs import KnobOptions, check_knobs
 
 SHIPPED = "eagle3"  #: folder of the embedded model's head, beside its checkpoint
 
 
-class EagleOptions(SpeculativeOptions):
+class EagleOptions(KnobOptions):
     use: Literal["eagle"] = "eagle"
-    steps: int = Field(3, description="tokens drafted after each step; each takes one pass of the head")
-    topk: int = Field(1, description="x")
-    draft_tokens: int | None = Field(None, description="tokens verified per step; None: steps + 1")
-    draft_model: str | None = Field(
-        None, description="folder of the head; None: the one shipped with the embedded model"
+    steps: int = Field(
+        3, description="tokens drafted after each step; each takes one pass of the head"
     )
-
-    def width(self) -> int:
-        return self.lookahead() + 1
-
-    def lookahead(self) -> int:
-        return max(self.steps, 1)
-
-    def draft_folder(self) -> str | None:
-        return self.draft_model
+    draft_model: str | None = Field(
+        None, description="folder of the EAGLE head; None: the one shipped with the embedded model"
+    )
 
     def draft_for(self, model: str) -> str | None:
         if self.draft_model is None and model == str(embedded_path()):
             return str(embedded_path().parent / SHIPPED)
         return self.draft_model
+
+
+def check_options(context: CheckContext) -> Iterator[Refusal]:
+    """Refuse knobs of the drafts that do not fit together.
+
+    Other checks, of all algorithms and of model families, refuse heads that do not fit the target.
+    """
+    options: EagleOptions = context.options
+    yield from check_knobs("eagle", options.steps, options.topk, options.draft_tokens)
 
 
 @hookimpl
