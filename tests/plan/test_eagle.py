@@ -97,7 +97,7 @@ def test_a_head_is_planned_with_its_target(
     options = {"use": "eagle", "steps": 2, "draft_model": str(head)}
     plain = planned({"model": target})
     plan = planned({"model": target, "speculative": options})
-    assert (plan.sizes.draft_layers, plan.sizes.width, plan.sizes.lookahead) == (1, 3, 2)
+    assert (plan.sizes.draft_layers, plan.sizes.width) == (1, 3)
     assert plan.facts.draft is not None and plan.facts.draft.path == str(head)
     lines, before = ({line.name: line.bytes for line in p.budget} for p in (plan, plain))
     stored = head_shapes(config)

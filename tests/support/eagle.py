@@ -225,3 +225,49 @@ class PlainHead:
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def teacher(config: Mapping[str, Any], follower: Tensor, features: int = 3) -> Tensors:
+    """Return an EAGLE-3 head that drafts ``follower[t]`` after token t, for ``following_target``.
+
+    Its attention adds nothing. Its feed-forward layer replaces the state of a token, a unit vector,
+    by that of the token's follower.
+    """
+    tensors = head_tensors({**config, "draft_vocab_size": None}, features)
+    hidden = config["hidden_size"]
+    layer = layer_of(config["architectures"][0])
+    unit = torch.eye(hidden)
+    tensors["fc.weight"] = torch.cat([unit, torch.zeros(hidden, (features - 1) * hidden)], 1)
+    tensors[f"{layer}.self_attn.o_proj.weight"].zero_()
+    for name in ("norm", f"{layer}.post_attention_layernorm"):
+        tensors[f"{name}.weight"] = torch.ones(hidden)
+    rows = config["intermediate_size"]
+    vocab = len(follower)
+    step = torch.zeros(hidden, hidden)  # unit vector of a token -> that of its follower
+    step[follower, torch.arange(vocab)] = 1.0
+    step -= torch.eye(hidden) * (torch.arange(hidden) < vocab)
+    open_ = torch.zeros(rows, hidden)
+    open_[:hidden] = unit
+    normed = torch.tensor(hidden**0.5)  # of a unit vector, at its place
+    down = torch.zeros(hidden, rows)
+    down[:, :hidden] = step / (F.silu(normed) * normed)
+    tensors[f"{layer}.mlp.gate_proj.weight"] = open_
+    tensors[f"{layer}.mlp.up_proj.weight"] = open_.clone()
+    tensors[f"{layer}.mlp.down_proj.weight"] = down
+    return tensors
+
+
+def following_target(tensors: Tensors, follower: Tensor) -> Tensors:
+    """Return a target's tensors, changed so that ``follower[t]`` comes after token t."""
+    changed = dict(tensors)
+    vocab, hidden = tensors["model.embed_tokens.weight"].shape
+    unit = torch.eye(vocab, hidden)
+    changed["model.embed_tokens.weight"] = unit
+    head = torch.zeros(vocab, hidden)
+    head[follower] = unit
+    changed["lm_head.weight"] = head
+    changed["model.norm.weight"] = torch.ones(hidden)
+    for name, tensor in tensors.items():
+        if "o_proj" in name or "down_proj" in name:
+            changed[name] = torch.zeros_like(tensor)
+    return changed
