@@ -209,6 +209,43 @@ def test_a_request_gains_the_same_in_any_company(model: Model) -> None:
             assert replaying_runtime.NEWEST[0].filled, "steps are replayed"
 
 
+def drafts(
+    llm: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, list[list[int]]]:
+    """Return the cached tokens of a short answer, and the tokens that each step verifies."""
+    executor: Any = llm._executor
+    algorithm = executor._engine.runner.speculative
+    draft = algorithm.draft
+    found: list[list[int]] = []
+
+    def noted(batch: Any) -> torch.Tensor:
+        made: torch.Tensor = draft(batch)
+        found.extend(made.tolist())
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(algorithm, "draft", noted)
+        (one,) = llm.generate([prompt], GREEDY.replace(max_tokens=4))
+    return one.cached_tokens, found
+
+
+def test_a_row_behind_a_cached_prefix_drafts_the_same(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a prefix of two tokens a third of the head's entries depends on the kept state."""
+    rng = np.random.default_rng(2)
+    with (
+        engine(model, attention={"page_size": 1}) as llm,
+        engine(model, attention={"page_size": 1}, cache={"use": "none"}) as fresh,
+    ):
+        for first, second, third, other in rng.integers(2, VOCAB, (8, 4)).tolist():
+            llm.generate([[first, second, third]], GREEDY.replace(max_tokens=1))
+            prompt = [first, second, other]
+            cached, found = drafts(llm, prompt, monkeypatch)
+            assert cached == 2
+            assert found and found == drafts(fresh, prompt, monkeypatch)[1]
+
+
 @pytest.mark.parametrize("kind", ["llama", "deepseek"])
 def test_a_teacher_is_always_accepted(tmp_path: Path, kind: str) -> None:
     """A head that computes the target's own function gains every draft."""

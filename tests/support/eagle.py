@@ -59,7 +59,9 @@ def head_tensors(config: Mapping[str, Any], features: int = 3, seed: int = 3) ->
         shapes["lm_head.weight"] = (size, hidden)
     found = {}
     for name, shape in shapes.items():
-        tensor = torch.randn(shape, generator=generator) * (0.2 if len(shape) > 1 else 0.1)
+        # a small fc: otherwise the residual stream alone would decide every draft
+        scale = 0.02 if name == "fc.weight" else 0.2 if len(shape) > 1 else 0.1
+        tensor = torch.randn(shape, generator=generator) * scale
         found[name] = tensor + 1.0 if "norm" in name else tensor
     if size:
         vocab = config["vocab_size"]
