@@ -15,7 +15,17 @@ import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.command_line import CommandLine, read_command_line
+from glowplug.entrypoints.cli.flags.parser import Parser
+
+def given(plugins: PluginSet, *words: str) -> CommandLine:
+    parser = Parser(prog="glowplug serve")
+    add_engine_options(parser)
+    return read_command_line(parser.parse_args(list(words)), plugins)
+
 
 FIELD = "speculative.draft_model"
 USE = "speculative.use"
@@ -243,3 +253,70 @@ def test_a_head_for_another_family(refusals: Any, targets: dict[str, Path], tmp_
     head = write_head(tmp_path / "head", {**LLAMA_HEAD, "architectures": ["Eagle3DeepseekV3ForCausalLM"]})
     (found,) = refusals(targets["llama"], head)
     assert "not an EAGLE head for LlamaForCausalLM" in found.reason
+
+
+def test_more_branches_than_draft_ids(
+    refusals: Any, targets: dict[str, Path], tmp_path: Path
+) -> None:
+    config = {**LLAMA_HEAD, "draft_vocab_size": 4}
+    found = refusals(
+        targets["llama"], write_head(tmp_path / "head", config), steps=2, topk=5, draft_tokens=6
+    )
+    assert any(
+        r.field == "speculative.topk" and "drafts 4 different tokens" in r.reason for r in found
+    )
+
+
+# ---- commands of other engines -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "eagle", "eagle3"])
+def test_the_folder_of_a_head_makes_it_eagle(
+    plugins: PluginSet, tmp_path: Path, name: str
+) -> None:
+    head = str(write_head(tmp_path / "head", LLAMA_HEAD))
+    words = ("--speculative-algorithm", name, "--speculative-draft-model-path", head)
+    assert given(plugins, *words).config["speculative"] == {"use": "eagle", "draft_model": head}
+
+
+def test_the_folder_of_a_layer_makes_it_nextn(plugins: PluginSet, tmp_path: Path) -> None:
+    layer = {**TINY_V3, "architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1}
+    folder = str(write_model(tmp_path / "layer", layer))
+    for name in ("EAGLE", "eagle"):
+        words = ("--speculative-algorithm", name, "--speculative-draft-model-path", folder)
+        assert given(plugins, *words).config["speculative"]["use"] == "nextn"
+    assert given(plugins, "--speculative-algorithm", "EAGLE").config == {
+        "speculative": {"use": "nextn"}
+    }
+
+
+def test_speculation_as_an_object(plugins: PluginSet, tmp_path: Path) -> None:
+    head = str(write_head(tmp_path / "head", LLAMA_HEAD))
+    for method in ({"method": "eagle3"}, {"method": "eagle"}, {}):
+        text = json.dumps({**method, "model": head, "num_speculative_tokens": 2})
+        made = given(plugins, "--speculative-config", text)
+        assert made.config["speculative"] == {"use": "eagle", "draft_model": head, "steps": 2}
+        assert made.layer.origins["speculative.steps"].startswith("--speculative-config")
+    text = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+    assert given(plugins, "--speculative_config", text).config["speculative"] == {
+        "use": "nextn",
+        "steps": 1,
+    }
+    both = given(plugins, "--speculative-config", text, "--speculative-num-steps", "3")
+    assert any("contradict" in refusal.reason for refusal in both.layer.refusals)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("{", "is no JSON object such as"),
+        ("[1]", "is no JSON object such as"),
+        ('{"method": "eagle", "quantization": "fp8"}', "not quantization: leave it out"),
+    ],
+)
+def test_objects_that_cannot_be_read(
+    plugins: PluginSet, capsys: pytest.CaptureFixture[str], text: str, answer: str
+) -> None:
+    with pytest.raises(SystemExit):
+        given(plugins, "--speculative-config", text)
+    assert answer in capsys.readouterr().err
