@@ -1,4 +1,4 @@
-"""EAGLE on the speculative slot: the conformance suite, draft ids and features in chain and tree."""
+"""EAGLE in the speculative slot: the conformance suite, draft ids and states."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ def engine(model: Model, steps: int = STEPS, **config: Any) -> LLM:
         "memory": {"kv_tokens": 4096},
     }
     if steps:
-        base["speculative"] = {"use": "eagle", "steps": steps, "draft_model": str(model.head)}
+        own = {"use": "eagle", "steps": steps, "draft_model": str(model.head)}
+        base["speculative"] = {**own, **config.pop("speculative", {})}
     return LLM(
         model=str(model.target),
         plugins=["tests.plugins.accepting", "tests.plugins.replaying"],
@@ -126,15 +127,28 @@ def plain(model: Model) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
         )
 
 
-@pytest.mark.parametrize("variant", ["batched", "no_overlap", "chunked", "page_1", "two_rows"])
+TREE = {"topk": 3, "draft_tokens": 7}
+SAME = {
+    **{name: CUTS[name] for name in ("batched", "no_overlap", "chunked", "page_1", "two_rows")},
+    "tree": {"speculative": TREE},
+    "tree_chunked": {**CUTS["chunked"], "speculative": TREE},
+    "tree_graphs": {
+        "speculative": {**TREE, "steps": 2},
+        "graphs": {"use": "replaying", "batch_sizes": [1, 2, 4, 8, 16]},
+    },
+}
+
+
+@pytest.mark.parametrize("variant", SAME)
 def test_the_same_tokens_as_without_speculation(
     model: Model, plain: tuple[list[list[int]], list[list[int]]], variant: str
 ) -> None:
-    with engine(model, **CUTS[variant]) as llm:
+    with engine(model, **SAME[variant]) as llm:
         assert tokens(llm.generate(prompts(), GREEDY)) == plain[0]
         assert tokens(llm.generate(prompts(), sampled())) == plain[1], "with a warm cache"
         stats = llm.stats
         pages = llm.control("check")
+        assert llm.plan.sizes.draft_shape.is_tree == variant.startswith("tree")
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert pages["running"] == 0 and pages["free"] + pages["evictable"] == pages["total"]
 
@@ -258,9 +272,7 @@ def test_a_teacher_is_always_accepted(tmp_path: Path, kind: str) -> None:
     for file in reference.folder.glob("*.safetensors"):
         save_file(changed, file)
     architecture = LLAMA_3 if kind == "llama" else DEEPSEEK_3
-    config = head_config(
-        shape, architecture, rope_theta=10000.0, rms_norm_eps=1e-6, head_dim=16
-    )
+    config = head_config(shape, architecture, rope_theta=10000.0, rms_norm_eps=1e-6, head_dim=16)
     head = write_head(tmp_path / "head", config, teacher(config, follower))
     accepting.take()
     whole = GREEDY.replace(max_tokens=1 + 5 * (STEPS + 1))
@@ -297,8 +309,6 @@ def test_ranks_gain_the_same(tmp_path: Path) -> None:
         with RankSet(rank_plan({**config, **more}, plugins()), plugins()) as ranks:
             ranks.run([submit(i, prompt, 12) for i, prompt in enumerate(prompts()[:5])])
             ranks.check_idle()
-            found[name] = [
-                (ranks.collected[i].tokens, ranks.collected[i].counts) for i in range(5)
-            ]
+            found[name] = [(ranks.collected[i].tokens, ranks.collected[i].counts) for i in range(5)]
     assert found["tp2"] == found["one"] and found["dp2"] == found["one"]
     assert any(count > 1 for _, counts in found["one"] for count in counts[1:])

@@ -71,9 +71,7 @@ def build(folder: Path, name: str, seed: int = 31, **more: Any) -> Case:
     return attach(reference, config, tensors, folder / "head")
 
 
-def attach(
-    reference: Reference, config: Mapping[str, Any], tensors: Tensors, folder: Path
-) -> Case:
+def attach(reference: Reference, config: Mapping[str, Any], tensors: Tensors, folder: Path) -> Case:
     model, context = build_model(
         reference.facts, reference.tensors(), build_context(reference.facts)
     )
@@ -184,7 +182,7 @@ def test_feature_layers_of_published_configs(
     ("key", "tensor"), [("norm_before_residual", "hidden_norm"), ("norm_output", "norm")]
 )
 def test_published_variants_change_the_output(tmp_path: Path, key: str, tensor: str) -> None:
-    """The residual stream begins with the normed state, or the next pass reads the normed output."""
+    """The residual stream begins with the normed state, or the output is normed."""
     usual = build(tmp_path / "usual", "llama-3")
     other = build(tmp_path / "other", "llama-3", **{key: True})
     states = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))

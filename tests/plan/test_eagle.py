@@ -21,6 +21,7 @@ from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.cli.flags.command_line import CommandLine, read_command_line
 from glowplug.entrypoints.cli.flags.parser import Parser
 
+
 def given(plugins: PluginSet, *words: str) -> CommandLine:
     parser = Parser(prog="glowplug serve")
     add_engine_options(parser)
@@ -64,7 +65,9 @@ def write_head(
     write_model(folder, config, {name: shape for name, shape in shapes.items() if name != "d2t"})
     if "d2t" in shapes:
         values = np.zeros(shapes["d2t"][1], "<i8") if offsets is None else np.array(offsets, "<i8")
-        header = {"d2t": {"dtype": "I64", "shape": list(values.shape), "data_offsets": [0, values.nbytes]}}
+        header = {
+            "d2t": {"dtype": "I64", "shape": list(values.shape), "data_offsets": [0, values.nbytes]}
+        }
         raw = json.dumps(header).encode()
         data = struct.pack("<Q", len(raw)) + raw + values.tobytes()
         (folder / "ids.safetensors").write_bytes(data)
@@ -216,9 +219,7 @@ def test_a_head_without_a_tensor(
     assert found.field == FIELD and f"holds no {missing}" in found.reason
 
 
-def test_attention_of_another_kind(
-    refusals: Any, targets: dict[str, Path], tmp_path: Path
-) -> None:
+def test_attention_of_another_kind(refusals: Any, targets: dict[str, Path], tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "vocab_size": 512}
     head = write_head(tmp_path / "head", {**LLAMA_HEAD, **sizes})
     (found,) = refusals(targets["v3"], head)
@@ -242,7 +243,10 @@ def test_drafts_of_another_algorithm(
     (found,) = refusals(targets["v3"], write_model(tmp_path / "layer", layer))
     assert "not an EAGLE head" in found.reason and '"nextn"' in found.fix
     head = write_head(tmp_path / "head", V3_HEAD)
-    config = {"model": str(targets["v3"]), "speculative": {"use": "nextn", "draft_model": str(head)}}
+    config = {
+        "model": str(targets["v3"]),
+        "speculative": {"use": "nextn", "draft_model": str(head)},
+    }
     with pytest.raises(PlanRefused) as caught:
         planned(config)
     assert any("an EAGLE head, not a next-token layer" in r.reason for r in caught.value.refusals)
@@ -250,7 +254,9 @@ def test_drafts_of_another_algorithm(
 
 
 def test_a_head_for_another_family(refusals: Any, targets: dict[str, Path], tmp_path: Path) -> None:
-    head = write_head(tmp_path / "head", {**LLAMA_HEAD, "architectures": ["Eagle3DeepseekV3ForCausalLM"]})
+    head = write_head(
+        tmp_path / "head", {**LLAMA_HEAD, "architectures": ["Eagle3DeepseekV3ForCausalLM"]}
+    )
     (found,) = refusals(targets["llama"], head)
     assert "not an EAGLE head for LlamaForCausalLM" in found.reason
 
@@ -271,9 +277,7 @@ def test_more_branches_than_draft_ids(
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "eagle", "eagle3"])
-def test_the_folder_of_a_head_makes_it_eagle(
-    plugins: PluginSet, tmp_path: Path, name: str
-) -> None:
+def test_the_folder_of_a_head_makes_it_eagle(plugins: PluginSet, tmp_path: Path, name: str) -> None:
     head = str(write_head(tmp_path / "head", LLAMA_HEAD))
     words = ("--speculative-algorithm", name, "--speculative-draft-model-path", head)
     assert given(plugins, *words).config["speculative"] == {"use": "eagle", "draft_model": head}

@@ -21,11 +21,10 @@ from glowplug.core.facts.model_folder import EMBEDDED
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.entrypoints.cli.flags.flag import GivenFlag
 from glowplug.entrypoints.cli.flags.layer import command_line_layer, drop_unused_options, value_at
-from glowplug.entrypoints.cli.flags.speculative import resolve_eagle, with_single_flags
 from glowplug.entrypoints.cli.flags.output_parsers import without_wrong_parsers
 from glowplug.entrypoints.cli.flags.parallel import arrange
+from glowplug.entrypoints.cli.flags.speculative import resolve_eagle, with_single_flags
 from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, FLAGS
 
 

@@ -18,8 +18,8 @@ DTYPES = {
     "bf16": "bfloat16",
 }
 KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
-#: NOTE: published DeepSeek commands use the name EAGLE for drafting with the NextN layer; the folder
-#: of an EAGLE head makes it ``eagle`` (``speculative.resolve_eagle``)
+#: NOTE: published DeepSeek commands use the name EAGLE for drafting with the NextN layer; with the
+#: folder of an EAGLE head it means ``eagle`` (``speculative.resolve_eagle``)
 ALGORITHMS = {
     "NEXTN": "nextn",
     "EAGLE": "nextn",

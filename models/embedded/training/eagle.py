@@ -97,9 +97,7 @@ class Conversations:
         else:
             asked, answer = self._rng.choice(self._facts)
             text = f"{tokenizer.prompt_text((), self._rng.choice(asked))}{answer}"
-        ids: list[int] = self._coder.encode(
-            f"{text}{tokenizer.EOS}", add_special_tokens=False
-        ).ids
+        ids: list[int] = self._coder.encode(f"{text}{tokenizer.EOS}", add_special_tokens=False).ids
         return ids
 
 
