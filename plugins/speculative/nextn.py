@@ -14,26 +14,16 @@ from pydantic import Field, field_validator
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Component
-from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
-from glowplug.core.plugin.speculative_options import SpeculativeOptions
 from glowplug.plugins.speculative.draft_vocabulary import check_vocabulary, head_rows
-from glowplug.plugins.speculative.knobs import check_knobs, shape_of_knobs
+from glowplug.plugins.speculative.knobs import KnobOptions, check_knobs
 
 
-class NextNOptions(SpeculativeOptions):
+class NextNOptions(KnobOptions):
     use: Literal["nextn"] = "nextn"
     steps: int = Field(
         1, description="tokens drafted after each step; each takes one pass of the NextN layer"
-    )
-    topk: int = Field(
-        1, description="drafts that each pass expands, and branches of each; 1: a chain"
-    )
-    draft_tokens: int | None = Field(
-        None,
-        description="tokens verified per step, the last accepted one included; None: steps + 1 for "
-        "a chain, steps + topk for a tree, if a tree has as many",
     )
     draft_model: str | None = Field(
         None, description="folder of an exported NextN layer; None: the checkpoint's own"
@@ -51,17 +41,8 @@ class NextNOptions(SpeculativeOptions):
         """Return a number that was given as text, as on a command line, as a number."""
         return int(value) if isinstance(value, str) and value.isdecimal() else value
 
-    def width(self) -> int:
-        return self.draft_shape().tokens
-
     def head_rows(self) -> int:
         return head_rows(self.draft_vocabulary)
-
-    def draft_shape(self) -> DraftShape:
-        return shape_of_knobs(self.steps, self.topk, self.draft_tokens)
-
-    def draft_folder(self) -> str | None:
-        return self.draft_model
 
 
 def check_options(context: CheckContext) -> Iterator[Refusal]:

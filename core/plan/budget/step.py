@@ -82,6 +82,8 @@ def _draft_head_line(proposal: Proposal) -> list[BudgetLine]:
     own = -(-rows // axis_size("attn_tp", proposal.values.mesh))
     size = own * model.hidden_size * DTYPE_BYTES[proposal.values.dtype]
     return [BudgetLine("draft head", size, f"{rows} tokens that drafts choose from")]
+
+
 def _draft_state_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
     """Return the budget line of the state that drafts reserve for each row; [] if there is none."""
     speculative = proposal.speculative
