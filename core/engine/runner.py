@@ -25,6 +25,7 @@ from glowplug.core.protocols import (
     Sampler,
     SpeculativeAlgorithm,
 )
+from glowplug.core.speculation.simulated import SimulatedAcceptance
 from glowplug.core.step.batch import Accepted, Batch, PromptLogprobs
 from glowplug.core.step.graph_pieces import DIRECT, DraftExtend, SplitPoints
 from glowplug.core.step.sampled_last_layer import HostEnds
@@ -51,6 +52,7 @@ class Runner:
         split_points: SplitPoints | None = None,
         draft_extend: DraftExtend | None = None,
         sampled_last_layer: bool = False,
+        simulated: SimulatedAcceptance | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -66,6 +68,7 @@ class Runner:
         if sampled_last_layer:
             assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
             self._ends_model = model
+        self._simulated = simulated
         self._speculates = speculative.width() > 1
         self._on_host = self.device.type == "cpu"
 
@@ -158,6 +161,7 @@ class Runner:
         return self.model.forward if self._ends_model is None else self._ends_model.trunk
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
+        batch.simulated = self._simulated
         accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
         if self._copier is not None:
             accepted.packed = pack(accepted)
@@ -175,6 +179,8 @@ class Runner:
                     len(sequence.prompt),
                     sequence.stop_ids,
                 )
+                if self._simulated is not None:
+                    self._simulated.join(sequence.row, sequence.params)
         self.sampler.plan_step(batch)
 
     def _complete(self, batch: Batch) -> None:

@@ -211,12 +211,15 @@ class SpeculativeOffers(Offers):
             folder.
         first_key: its draft's cache has no entry for the first position, so attention must observe
             ``Batch.first_key``.
+        simulates: its drafts are verified by ``core.speculation.verify``, or it applies
+            ``Batch.simulated`` in a verification of its own.
     """
 
     drafts: bool = False
     tree: bool = False
     nextn_layer: bool = False
     first_key: bool = False
+    simulates: bool = False
 
 
 @dataclass(frozen=True)

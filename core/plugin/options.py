@@ -8,7 +8,7 @@ torch.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -133,6 +133,14 @@ class CollectivesOptions(Options):
 
 class SpeculativeOptions(Options):
     """Options common to all speculative algorithms."""
+
+    simulate_accept_rates: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
+        None,
+        min_length=1,
+        description="benchmarks only, the answers are meaningless: probability that the draft at "
+        "each position is accepted if those before it are, instead of the target's choice; it "
+        "needs benchmark = true",
+    )
 
     def width(self) -> int:
         """Return the number of tokens per decoding row in a step: 1 plus the drafted tokens.

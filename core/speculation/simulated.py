@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from glowplug.core.protocols import Sampled
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.protocols import Sampled, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.request import SamplingParams
 
@@ -129,9 +130,17 @@ class SimulatedAcceptance:
 
     Args:
         rates: Probability of each draft to be accepted if those before it are.
-        rows: Number of rows of the sequence table.
+        rows: Number of rows of the sequence table, that of padding rows included.
         device: Where the steps run.
     """
+
+    @staticmethod
+    def of(plan: EnginePlan, worker: Worker) -> SimulatedAcceptance | None:
+        """Return the simulated acceptance of a plan; None if the target decides."""
+        rates = plan.choice("speculative").options.get("simulate_accept_rates")
+        if rates is None:
+            return None
+        return SimulatedAcceptance(rates, plan.sizes.max_running + 1, torch.device(worker.device))
 
     def __init__(self, rates: Sequence[float], rows: int, device: torch.device) -> None:
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)

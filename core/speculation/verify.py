@@ -79,6 +79,8 @@ def verify_chain(
         positions = torch.cat([positions, batch.kv_lens_device[ends]])
         before = torch.cat([before, before.new_full((len(ends), width - 1), -1)])
     sampled = sampler.sample(logits, owners, positions, before)
+    if batch.simulated is not None:
+        sampled = batch.simulated.apply(sampled, fed, batch)
     drawn = sampled.tokens[:count].view(rows, width)
     counts = accept_chain(drawn, fed[:, 1:])
     kept = torch.arange(width, device=counts.device) < counts[:, None]

@@ -29,6 +29,7 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Collectives, Model, QuantizationScheme, Scheduler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.speculation.simulated import SimulatedAcceptance
 from glowplug.core.startup.components import build_component
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.startup.memory_fit import RankMemory
@@ -157,7 +158,7 @@ class RankBuilder:
             runner=runner,
             parallel=context.parallel,
             collectives=context.collectives,
-            overlap=self.plan.overlap,
+            plan=self.plan,
             clock=self.clock,
             stalls=StallWatch(self.plan, policy, runner.table),
             ranks=self.worker.ranks,
@@ -196,6 +197,7 @@ class RankBuilder:
             split_points=context.split_points,
             draft_extend=context.draft_extend,
             sampled_last_layer=self.plan.sampled_last_layer,
+            simulated=SimulatedAcceptance.of(self.plan, self.worker),
         )
 
     def _draft_context(self, context: BuildContext) -> BuildContext:

@@ -34,6 +34,8 @@ def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler
     sampled = sampler.sample(
         logits, torch.from_numpy(owners), batch.positions + 1, torch.from_numpy(before)
     )
+    if batch.simulated is not None:
+        sampled = batch.simulated.apply(sampled, batch.input_ids.view(rows, width), batch)
     drawn: Long = sampled.tokens.numpy().reshape(rows, width)
     counts = np.array(
         [_accepted(*row) for row in zip(drawn.tolist(), fed.tolist(), strict=True)], np.int32
