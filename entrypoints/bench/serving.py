@@ -12,12 +12,14 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from glowplug.core.step.draft_counts import DraftCounts
 from glowplug.entrypoints.bench.load import datasets, metrics
 from glowplug.entrypoints.bench.load.backends import (
     BACKENDS,
@@ -30,6 +32,11 @@ from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.load import Load, drive, progress
 from glowplug.entrypoints.bench.load.serving_options import configure as configure
 from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.drafts import (
+    counted_by_server,
+    refuse_simulation,
+    server_acceptance,
+)
 from glowplug.entrypoints.front import event_loop
 
 FALLBACK_VOCAB = 1000  #: token ids below this exist in every known vocabulary
@@ -60,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace) -> int:
     """Measure every concurrency, print and save the records, and return the exit status."""
     target = _target(args)
+    refuse_simulation(args)
     metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
     server = await _inspect_server(target, args)
     failed = 0
@@ -154,6 +162,12 @@ def _stats(info: dict[str, Any] | None) -> dict[str, Any]:
     return (info or {}).get("stats") or {}
 
 
+async def _drafts(target: ServerTarget, info: dict[str, Any] | None) -> Sequence[DraftCounts]:
+    """Return the server's counters of verified drafts. ``info``: its answer of /server_info."""
+    status, body = await call(target, "GET", "/metrics")
+    return counted_by_server(info, body.decode(errors="replace") if status == 200 else "")
+
+
 async def _json(target: ServerTarget, path: str) -> dict[str, Any] | None:
     status, body = await call(target, "GET", path)
     try:
@@ -231,6 +245,7 @@ async def _measure_one(
     await _warm_up(args, target, prompts[0], request)
     if args.flush_cache:
         await _expect_ok(target, "/flush_cache")
+    drafts = await _drafts(target, await _info(target))
     if args.profile:
         await _expect_ok(target, "/start_profile")
     done, close = progress(len(prompts), not args.disable_tqdm)
@@ -241,6 +256,7 @@ async def _measure_one(
         await _expect_ok(target, "/stop_profile")
     record = _conditions(args, server, len(prompts), concurrency)
     after = await _info(target)
+    record |= server_acceptance(drafts, await _drafts(target, after), after)
     record["device_idle_share"] = report.idle_share(_stats(server.info), _stats(after))
     goodput = metrics.parse_goodput(args.goodput)
     record |= metrics.measure(
@@ -294,9 +310,6 @@ def _conditions(
         "random_range_ratio": args.random_range_ratio,
         "seed": args.seed,
         "server_info": server.info,
-        "accept_length": ((server.info or {}).get("internal_states") or [{}])[0].get(
-            "avg_spec_accept_length"
-        ),
     }
 
 

@@ -111,6 +111,7 @@ async def model_info(context: Server) -> Response:
 async def server_info(context: Server) -> Response:
     """Return the plan's decisions, the engine's latest statistics and its own report."""
     client = context.client
+    engine = await _engine_info(context)  # its reply brings the statistics up to date
     groups = client.group_stats()
     found = {
         "version": __version__,
@@ -122,7 +123,7 @@ async def server_info(context: Server) -> Response:
         "speculation": speculation_info(context.plan, client.stats(), client.recent_drafts()),
         "internal_states": internal_states(client.stats()),
         "groups": [msgspec.structs.asdict(one) for one in groups] if len(groups) > 1 else [],
-        "engine": await _engine_info(context),
+        "engine": engine,
     }
     return json_response(msgspec.to_builtins(found))
 

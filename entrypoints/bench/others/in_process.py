@@ -32,6 +32,7 @@ class BatchTimes:
         prefill: time until every sequence had its first token.
         decodes: duration of each step in which every sequence got a token.
         total: time until the last token.
+        gained: tokens that each step of ``decodes`` gained; (): one of each sequence.
     """
 
     batch: int
@@ -40,6 +41,7 @@ class BatchTimes:
     prefill: float
     decodes: tuple[float, ...]
     total: float
+    gained: tuple[int, ...] = ()
 
     @property
     def prefill_throughput(self) -> float:
@@ -49,11 +51,12 @@ class BatchTimes:
     @property
     def steady(self) -> tuple[float, ...]:
         """Durations of the decode steps without the first ones, or of all if they are too few."""
-        return (
-            self.decodes[SETTLING_STEPS:]
-            if len(self.decodes) >= 4 * SETTLING_STEPS
-            else self.decodes
-        )
+        return self.decodes[self._settling :]
+
+    @property
+    def _settling(self) -> int:
+        """Number of decode steps that statistics leave out."""
+        return SETTLING_STEPS if len(self.decodes) >= 4 * SETTLING_STEPS else 0
 
     @property
     def median_decode(self) -> float:
@@ -65,8 +68,14 @@ class BatchTimes:
 
     @property
     def decode_throughput(self) -> float:
-        """Tokens per second at the median step; 0 if there was no decode step."""
-        return self.batch / self.median_decode if self.decodes else 0.0
+        """Tokens per second at the median step; 0 if there was no decode step.
+
+        The tokens of a step are the mean of all steps.
+        """
+        if not self.decodes:
+            return 0.0
+        gained = np.mean(self.gained[self._settling :]) if self.gained else self.batch
+        return float(gained) / self.median_decode
 
     @property
     def throughput(self) -> float:
@@ -95,10 +104,12 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
     open_streams = set(waiting)
     prefill = 0.0
     marks = []
+    gained = []
     while open_streams:
         deltas = llm.poll()
         now = time.perf_counter()
         advanced = sum(bool(delta.token_ids) for _, delta in deltas)
+        tokens = sum(len(delta.token_ids) for _, delta in deltas)
         for stream, delta in deltas:
             if delta.token_ids:
                 waiting.discard(stream)
@@ -116,8 +127,10 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
             marks.append(now)
         elif advanced == len(prompts):
             marks.append(now)
+            gained.append(tokens)
     decodes = tuple(later - earlier for earlier, later in zip(marks, marks[1:]))
-    return BatchTimes(len(prompts), len(prompts[0]), output_len, prefill, decodes, now - started)
+    sizes = len(prompts), len(prompts[0]), output_len
+    return BatchTimes(*sizes, prefill, decodes, now - started, tuple(gained))
 
 
 def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:

@@ -17,7 +17,12 @@ def heading(title: str, char: str = "=") -> str:
 
 
 def line(label: str, value: object) -> str:
-    shown = f"{value:.{4 if 'share' in label else 2}f}" if isinstance(value, float) else str(value)
+    if isinstance(value, list) and value and all(isinstance(one, float) for one in value):
+        shown = ", ".join(f"{one:.2f}" for one in value)
+    elif isinstance(value, float):
+        shown = f"{value:.{4 if 'share' in label else 2}f}"
+    else:
+        shown = str(value)
     return f"{label + ':':<40}{shown:>{WIDTH - 40}}"
 
 
@@ -45,6 +50,7 @@ def serving_report(
             ("Request goodput (req/s)", "request_goodput"),
             ("Concurrency", "concurrency"),
             ("Accept length", "accept_length"),
+            ("Accept rate by position", "accept_rates"),
             ("Device idle between steps, share", "device_idle_share"),
         )
         if record.get(key) is not None
