@@ -130,7 +130,7 @@ class DraftMeter:
             "(drafts %s), %.2f in the first; the prompts may differ, or drafts lack cache entries",
             1 + watch.running,
             WATCHED_STEPS,
-            f"{shape.steps}/{shape.topk}/{shape.tokens}",
+            shape,
             1 + watch.start,
         )
 

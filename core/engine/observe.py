@@ -16,7 +16,6 @@ import numpy as np
 from glowplug.core.engine.draft_meter import DraftMeter
 from glowplug.core.engine.in_flight import InFlight
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, StepResult
 from glowplug.core.step.messages import Stats, StepOutput
@@ -152,11 +151,10 @@ class StepMeters:
     """The meters of the steps of one rank's group."""
 
     def __init__(self, plan: EnginePlan, table: SequenceTable) -> None:
-        width = plan.sizes.width
         self._own = StepTimer()  # of this group's steps
         self._busy = StepTimer()  # of all groups' steps
         self._prefills = PrefillTimer(table)
-        self._drafts = DraftMeter(DraftShape(width - 1, 1, width), table)
+        self._drafts = DraftMeter(plan.sizes.draft_shape, table)
 
     def launch(self, batch: Batch) -> None:
         """Record a launch; the timer of the group's own steps leaves out idle ones."""

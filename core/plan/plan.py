@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from glowplug.core.facts.model_facts import Facts
+from glowplug.core.plugin.draft_shape import DraftShape
 
 #: fields of ``EnginePlan`` whose key in the plan's JSON differs from their name
 JSON_KEYS = {"expandable_segments": "growing_segments"}
@@ -103,6 +104,7 @@ class Sizes:
     kv_bytes: int  #: bytes of the KV pool on each rank
     groups: int = 1  #: groups of ranks with requests of their own (data-parallel attention)
     width: int = 1  #: tokens per decoding row and step: 1 plus the drafted tokens
+    draft_shape: DraftShape = DraftShape()  #: size of the drafts of a round
     draft_layers: int = 0  #: layers of the KV pool for a draft model, after the model's own
     #: positions after a step's tokens for which rows have pages, because the draft writes there
     lookahead: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
+from glowplug.core.plugin.draft_shape import DraftShape
 
 
 class Undecided(GlowplugError):
@@ -23,7 +24,8 @@ class Decided:
         dtype: compute dtype, by torch's name.
         kv_dtype: dtype of the KV cache.
         width: tokens of a row in a verify step; 1 without speculation.
-        lookahead: draft passes before a step; 0 without speculation.
+        lookahead: positions behind a step's tokens that a draft writes to.
+        draft_shape: size of the drafts of a round.
         draft_layers: next-token layers that the draft uses, 0 or 1.
         draft_folder: folder of the draft model; None if the draft has no folder of its own.
         mesh: mesh axis -> size.
@@ -42,6 +44,7 @@ class Decided:
     kv_dtype: str
     width: int
     lookahead: int
+    draft_shape: DraftShape
     draft_layers: int
     draft_folder: str | None
     mesh: dict[str, int]

@@ -134,14 +134,6 @@ class SimulatedAcceptance:
         device: Where the steps run.
     """
 
-    @staticmethod
-    def of(plan: EnginePlan, worker: Worker) -> SimulatedAcceptance | None:
-        """Return the simulated acceptance of a plan; None if the target decides."""
-        rates = plan.choice("speculative").options.get("simulate_accept_rates")
-        if rates is None:
-            return None
-        return SimulatedAcceptance(rates, plan.sizes.max_running + 1, torch.device(worker.device))
-
     def __init__(self, rates: Sequence[float], rows: int, device: torch.device) -> None:
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
         self._keys = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -171,3 +163,11 @@ class SimulatedAcceptance:
         )
         tokens = torch.cat([drawn.view(-1), sampled.tokens[count:]])
         return Sampled(tokens, sampled.bad, sampled.logprobs)
+
+
+def simulation_of(plan: EnginePlan, worker: Worker) -> SimulatedAcceptance | None:
+    """Return the simulated acceptance of a plan on a rank; None if the target decides."""
+    rates = plan.choice("speculative").options.get("simulate_accept_rates")
+    if rates is None:
+        return None
+    return SimulatedAcceptance(rates, plan.sizes.max_running + 1, torch.device(worker.device))

@@ -29,7 +29,7 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Collectives, Model, QuantizationScheme, Scheduler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
-from glowplug.core.speculation.simulated import SimulatedAcceptance
+from glowplug.core.speculation.simulated import simulation_of
 from glowplug.core.startup.components import build_component
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.startup.memory_fit import RankMemory
@@ -197,14 +197,15 @@ class RankBuilder:
             split_points=context.split_points,
             draft_extend=context.draft_extend,
             sampled_last_layer=self.plan.sampled_last_layer,
-            simulated=SimulatedAcceptance.of(self.plan, self.worker),
+            layers=self.plan.facts.model.num_layers,
+            simulated=simulation_of(self.plan, self.worker),
         )
 
     def _draft_context(self, context: BuildContext) -> BuildContext:
         """Return the context that a draft model is built from.
 
-        The draft's cache layers follow the target's. A draft in a folder of its own is built from
-        the facts of that folder.
+        The draft's cache layers follow the target's. A draft in its own folder is built from the
+        facts of that folder.
         """
         facts = self.plan.facts
         return replace(
@@ -349,7 +350,7 @@ def build_rank(
 
     Args:
         rank: number of the rank, from 0.
-        report: callback for progress: (phase, done, total).
+        report: called with (phase, done, total).
         rendezvous: address at which the ranks meet; "" for one rank.
         note: callback for one log line at the end of each phase.
 

@@ -237,8 +237,9 @@ class RankMemory:
         )
         model = self.plan.facts.model
         sizes = self.plan.sizes
+        passes = sizes.draft_shape.steps
         beside = driver_bytes(
-            len(shapes), model.num_layers, len(counts), sizes.lookahead, len(sizes.extend_tokens)
+            len(shapes), model.num_layers, len(counts), passes, len(sizes.extend_tokens)
         ) + kept_bytes(
             model,
             batch_sizes,

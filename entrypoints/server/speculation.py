@@ -23,6 +23,7 @@ def speculation_info(
     if plan.sizes.width == 1:
         return None
     chosen = plan.choice("speculative")
+    shape = plan.sizes.draft_shape
     figures = {"since_start": Acceptance(stats.drafts), "last_minute": Acceptance(recent)}
 
     def each(value: Callable[[Acceptance], Any]) -> dict[str, Any]:
@@ -30,11 +31,7 @@ def speculation_info(
 
     return {
         "algorithm": chosen.name,
-        "draft_shape": {
-            "steps": plan.sizes.width - 1,
-            "topk": 1,
-            "draft_tokens": plan.sizes.width,
-        },
+        "draft_shape": {"steps": shape.steps, "topk": shape.topk, "draft_tokens": shape.tokens},
         "verify_steps": each(lambda found: found.verify_steps),
         "drafted_tokens": each(lambda found: found.drafted),
         "accepted_tokens": each(lambda found: found.accepted),

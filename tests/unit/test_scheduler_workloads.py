@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.protocols import PrefixCache, Worker
 from glowplug.core.step.request import Sequence
 from glowplug.core.testing.harness.drive import Drive, sequence
@@ -194,8 +194,9 @@ def release_too_early(rows: Rows, row: int) -> None:
     rows.pages.give(rows.table.pages[row, rows.shared[row] : rows.table.num_pages[row]])
 
 
-def keep_one_page_more(rows: Rows, members: np.ndarray, width: int) -> np.ndarray:
-    return np.minimum(rows.table.launched[members] + width, rows.table.max_length[members] - 1) - 1
+def keep_one_page_more(rows: Rows, members: np.ndarray, sizes: Sizes) -> np.ndarray:
+    table = rows.table
+    return np.minimum(table.launched[members] + sizes.width, table.max_length[members] - 1) - 1
 
 
 def forget_to_move_over(rows: Rows, row: int) -> None:

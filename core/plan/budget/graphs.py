@@ -132,7 +132,7 @@ def graph_line(
         len(batch_sizes),
         model.num_layers,
         len(captured.pass_tokens),
-        proposal.values.lookahead,
+        proposal.values.draft_shape.steps,
         len(captured.extend_tokens),
     )
     kept = kept_bytes(

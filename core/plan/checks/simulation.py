@@ -22,7 +22,7 @@ def check_simulated_acceptance(proposal: Proposal) -> Iterator[Refusal]:
     if chosen is None or chosen.options.simulate_accept_rates is None:
         return
     rates = chosen.options.simulate_accept_rates
-    depth = proposal.values.width - 1
+    depth = proposal.values.draft_shape.steps
     if not proposal.config.benchmark:
         yield refuse(
             proposal,
@@ -51,6 +51,6 @@ def check_simulated_acceptance(proposal: Proposal) -> Iterator[Refusal]:
             chosen,
             f"there are rates for {len(rates)} positions, but the drafts are {depth} deep: a step "
             f"gains {depth + 1} tokens at most",
-            f"speculative.steps = {len(rates)}, or give {depth} rate{'s' * (depth > 1)}",
+            f"give {depth} rate{'s' * (depth > 1)}, or draft {len(rates)} tokens deep",
             field=FIELD,
         )

@@ -59,6 +59,7 @@ class GraphShape:
         page_size: Tokens per page.
         spare: Row of the sequence table that no sequence uses, for padding rows.
         groups: Number of groups of ranks whose padding is marked; 0: padding is not marked.
+        lookahead: Number of positions behind a row's tokens that drafts write to.
     """
 
     mode: Mode
@@ -68,6 +69,7 @@ class GraphShape:
     page_size: int
     spare: int
     groups: int = 0
+    lookahead: int = 0
 
     @staticmethod
     def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0, groups: int = 0) -> GraphShape:
@@ -83,6 +85,7 @@ class GraphShape:
             sizes.page_size,
             sizes.max_running,
             groups,
+            sizes.lookahead,
         )
 
     @property
@@ -125,7 +128,7 @@ class GraphShape:
 
         Each of these entries is the scratch page.
         """
-        return -(-(self.padded_length + self.width) // self.page_size)
+        return -(-(self.padded_length + self.width + self.lookahead) // self.page_size)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,48 @@
+"""Options common to all speculative algorithms, for all checks to read. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from glowplug.core.plugin.component import Options
+from glowplug.core.plugin.draft_shape import DraftShape
+
+
+class SpeculativeOptions(Options):
+    """Options common to all speculative algorithms."""
+
+    simulate_accept_rates: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
+        None,
+        min_length=1,
+        description="benchmarks only, the answers are meaningless: probability that the draft at "
+        "each position is accepted if those before it are, instead of the target's choice; it "
+        "needs benchmark = true",
+    )
+
+    def width(self) -> int:
+        """Return the number of tokens per decoding row in a step: 1 plus the drafted tokens.
+
+        Algorithms that draft override this method.
+        """
+        return 1
+
+    def draft_shape(self) -> DraftShape:
+        """Return the size of the drafts of a round; by default a chain of ``width() - 1`` drafts.
+
+        Algorithms that draft trees override this method. If attention supports chains only, the
+        plan replaces a tree by a chain of as many steps (``Sizes.draft_shape``).
+        """
+        return DraftShape.chain(self.width() - 1)
+
+    def lookahead(self) -> int:
+        """Return the number of positions after a step's tokens that the draft model writes to.
+
+        The draft model writes to its KV cache, so rows need cache pages for these positions too.
+        """
+        return self.draft_shape().lookahead
+
+    def draft_folder(self) -> str | None:
+        """Return the draft model's own folder; None if it has none, or without a draft."""
+        return None
