@@ -106,16 +106,20 @@ class DraftMeter:
         if shape.tokens == 1:
             return 0, []
         live = (self._table.epoch[batch.rows] == batch.epochs) & batch.samples
-        gained = result.counts[:decodes][live[:decodes] & ~result.bad[:decodes]]
+        self._count(shape, result.counts[:decodes][live[:decodes] & ~result.bad[:decodes]])
+        return shape.tokens - 1, self._ids(batch.rows[decodes:][live[decodes:]])
+
+    def _ids(self, rows: NDArray[np.int32]) -> list[int]:
+        """Return the ids of the sequences in ``rows``."""
+        found = [self._table.sequences[row] for row in rows.tolist()]
+        return [sequence.id for sequence in found if sequence is not None]
+
+    def _count(self, shape: DraftShape, gained: NDArray[np.int32]) -> None:
+        """Count one verify step for each of ``gained``, the tokens of its row."""
         counts = np.bincount(gained, minlength=shape.steps + 2)[1:]
         held = self._accepted.get(shape)
         self._accepted[shape] = counts if held is None else held + counts
         self._watch(shape, counts)
-        if decodes == batch.num_rows:
-            return shape.tokens - 1, []
-        prompts = np.flatnonzero(live[decodes:]) + decodes
-        sequences = [self._table.sequences[row] for row in batch.rows[prompts].tolist()]
-        return shape.tokens - 1, [one.id for one in sequences if one is not None]
 
     def _watch(self, shape: DraftShape, counts: NDArray[np.int64]) -> None:
         """Count and log a fall of the acceptance; ``counts``: verify steps by accepted drafts."""

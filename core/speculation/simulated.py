@@ -104,8 +104,21 @@ def _tree_draws(
         token = torch.where(moves, fed.gather(1, child), drawn.gather(1, node))
         drawn = drawn.scatter(1, node, token)
         node = torch.where(moves, child, node)
-    children = (parents == node) & (places > 0)
-    # the smallest token id that no child has; W ids are always enough
+    return _unlike_children(drawn, fed, (parents == node) & (places > 0), node)
+
+
+def _unlike_children(drawn: Tensor, fed: Tensor, children: Tensor, node: Tensor) -> Tensor:
+    """Return ``drawn`` with the token of each row's ``node`` changed if it equals a child.
+
+    It becomes the smallest token id that no child has; W ids are always enough.
+
+    Args:
+        drawn: int64 [D, W].
+        fed: int64 [D, W].
+        children: bool [D, W], the children of ``node``.
+        node: int64 [D, 1].
+    """
+    places = torch.arange(fed.shape[1], device=fed.device)
     taken = ((fed[:, :, None] == places) & children[:, :, None]).any(1)
     free = (~taken).int().argmax(1, keepdim=True)
     last = drawn.gather(1, node)

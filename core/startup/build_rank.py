@@ -349,10 +349,10 @@ def build_rank(
     When start-up fails, the last reported phase is the one that failed.
 
     Args:
-        rank: number of the rank, from 0.
+        rank: number of the rank.
         report: called with (phase, done, total).
         rendezvous: address at which the ranks meet; "" for one rank.
-        note: callback for one log line at the end of each phase.
+        note: called with one log line at the end of each phase.
 
     Raises:
         GlowplugError: the loaded plugins are not the plan's, or a phase failed.

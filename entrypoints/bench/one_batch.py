@@ -267,25 +267,20 @@ def _measure(
     show(run_static_batch(llm, random_ids(rng, batch, length, vocab), min(output, 8)), 0)
     print("Benchmark ...")
     before = counted(llm)
-    times = median_run(
-        [
-            run_static_batch(llm, random_ids(rng, batch, length, vocab), output)
-            for _ in range(max(args.repeat, 1))
-        ]
-    )
+    runs = range(max(args.repeat, 1))
+    every = (random_ids(rng, batch, length, vocab) for _ in runs)
+    times = median_run([run_static_batch(llm, prompts, output) for prompts in every])
     drafts = acceptance(before, counted(llm))
     show(times, args.log_decode_step)
     if args.profile:
-        prompts = random_ids(rng, batch, length, vocab)
-        print(
-            "trace:",
-            traced(
-                llm,
-                f"one-batch-{batch}-{length}-{output}",
-                lambda: run_static_batch(llm, prompts, output),
-            ),
-        )
+        _trace(llm, random_ids(rng, batch, length, vocab), output)
     return times, drafts
+
+
+def _trace(llm: LLM, prompts: list[list[int]], output: int) -> None:
+    """Run a batch under torch's profiler and print the path of the trace."""
+    name = f"one-batch-{len(prompts)}-{len(prompts[0])}-{output}"
+    print("trace:", traced(llm, name, lambda: run_static_batch(llm, prompts, output)))
 
 
 def show(times: BatchTimes, every: int) -> None:

@@ -34,6 +34,7 @@ from glowplug.entrypoints.bench.load.serving_options import configure as configu
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.drafts import (
     counted_by_server,
+    counted_by_vllm,
     refuse_simulation,
     server_acceptance,
 )
@@ -164,8 +165,11 @@ def _stats(info: dict[str, Any] | None) -> dict[str, Any]:
 
 async def _drafts(target: ServerTarget, info: dict[str, Any] | None) -> Sequence[DraftCounts]:
     """Return the server's counters of verified drafts. ``info``: its answer of /server_info."""
+    found = counted_by_server(info)
+    if found is not None:
+        return found
     status, body = await call(target, "GET", "/metrics")
-    return counted_by_server(info, body.decode(errors="replace") if status == 200 else "")
+    return counted_by_vllm(body.decode(errors="replace") if status == 200 else "")
 
 
 async def _json(target: ServerTarget, path: str) -> dict[str, Any] | None:
@@ -211,7 +215,7 @@ def _prompts(
 async def _warm_up(
     args: argparse.Namespace, target: ServerTarget, prompt: datasets.BenchPrompt, request: Request
 ) -> None:
-    """Send the warm-up requests.
+    """Send the warm-up requests, and flush the prefix cache if requested.
 
     Raises:
         ValueError: a request failed.
@@ -221,6 +225,8 @@ async def _warm_up(
         outcome = outcome_of(await send_prompt(target, backend, prompt, request), backend)
         if not outcome.ok:
             raise ValueError(f"the warm-up request failed: {outcome.error}")
+    if args.flush_cache:
+        await _expect_ok(target, "/flush_cache")
 
 
 async def _measure_one(
@@ -243,8 +249,6 @@ async def _measure_one(
         server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body
     )
     await _warm_up(args, target, prompts[0], request)
-    if args.flush_cache:
-        await _expect_ok(target, "/flush_cache")
     drafts = await _drafts(target, await _info(target))
     if args.profile:
         await _expect_ok(target, "/start_profile")
@@ -255,15 +259,30 @@ async def _measure_one(
     if args.profile:
         await _expect_ok(target, "/stop_profile")
     record = _conditions(args, server, len(prompts), concurrency)
-    after = await _info(target)
-    record |= server_acceptance(drafts, await _drafts(target, after), after)
-    record["device_idle_share"] = report.idle_share(_stats(server.info), _stats(after))
+    record |= await _server_figures(target, server, drafts)
     goodput = metrics.parse_goodput(args.goodput)
     record |= metrics.measure(
         outcomes, duration, percentiles=args.metric_percentiles, goodput=goodput
     )
     record["total_output_tokens_retokenized"] = _retokenized(args, outcomes)
     return record, outcomes
+
+
+async def _server_figures(
+    target: ServerTarget, server: MeasuredServer, drafts: Sequence[DraftCounts]
+) -> metrics.Record:
+    """Return the figures of the run that the server reports: acceptance and idle device.
+
+    Args:
+        target: the server.
+        server: its description before the run.
+        drafts: its counters of verified drafts before the run.
+    """
+    after = await _info(target)
+    return {
+        **server_acceptance(drafts, await _drafts(target, after), after),
+        "device_idle_share": report.idle_share(_stats(server.info), _stats(after)),
+    }
 
 
 async def _expect_ok(target: ServerTarget, path: str) -> None:

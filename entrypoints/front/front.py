@@ -90,6 +90,10 @@ class Stream:
         if self.first is None:
             self.first = now
 
+    def verify(self, drafted: int, accepted: int) -> None:
+        """Add a verify step to the drafts."""
+        self.drafts = (self.drafts or VerifiedDrafts()).plus(drafted, accepted)
+
     def times(self) -> Times:
         """Return the seconds that the sequence has spent in each phase so far."""
         decode = None if self.first is None else self.last - self.first
@@ -304,8 +308,8 @@ class Front:
             at += count
             stream = self.streams.get(id)
             if stream is not None:
-                if output.drafts and stream.drafts is not None and id not in output.prompted:
-                    stream.drafts = stream.drafts.plus(output.drafts, count - 1)
+                if output.drafts and id not in output.prompted:
+                    stream.verify(output.drafts, count - 1)
                 delta = self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None))
                 received.deltas.append((stream, delta))
         for finished in ends.values():

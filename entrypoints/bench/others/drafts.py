@@ -54,19 +54,14 @@ def counted(llm: LLM) -> Sequence[DraftCounts]:
     return counts
 
 
-def counted_by_server(info: Mapping[str, Any] | None, metrics: str) -> Sequence[DraftCounts]:
-    """Return the counters that a server reports; () if it reports none.
-
-    Args:
-        info: the answer of ``/server_info``, from a server of this engine; None without one.
-        metrics: the text of ``/metrics``, from a server of vLLM.
-    """
+def counted_by_server(info: Mapping[str, Any] | None) -> Sequence[DraftCounts] | None:
+    """Return the counters in a server's answer of ``/server_info``; None if it has none."""
     import msgspec
 
     stats = (info or {}).get("stats")
-    if isinstance(stats, Mapping) and "drafts" in stats:
-        return msgspec.convert(stats["drafts"], list[DraftCounts])
-    return counted_by_vllm(metrics)
+    if not isinstance(stats, Mapping) or "drafts" not in stats:
+        return None
+    return msgspec.convert(stats["drafts"], list[DraftCounts])
 
 
 def counted_by_vllm(metrics: str) -> Sequence[DraftCounts]:

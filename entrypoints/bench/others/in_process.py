@@ -14,6 +14,7 @@ import numpy as np
 from glowplug.core.errors import GlowplugError
 
 if TYPE_CHECKING:
+    from glowplug.entrypoints.front.delta import Delta
     from glowplug.entrypoints.front.llm import LLM
 
 
@@ -108,29 +109,33 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
     while open_streams:
         deltas = llm.poll()
         now = time.perf_counter()
-        advanced = sum(bool(delta.token_ids) for _, delta in deltas)
-        tokens = sum(len(delta.token_ids) for _, delta in deltas)
+        counts = [len(delta.token_ids) for _, delta in deltas if delta.token_ids]
         for stream, delta in deltas:
             if delta.token_ids:
                 waiting.discard(stream)
             if stream.done:
                 open_streams.discard(stream)
-            if delta.finish_reason not in (None, "length"):
-                raise GlowplugError(
-                    f"a sequence of the batch of {len(prompts)} x {len(prompts[0])} ended with "
-                    f"{delta.finish_reason!r} ({delta.error or 'no reason given'})"
-                )
+            _check_end(delta, prompts)
         if waiting or not deltas:
             continue
         if not prefill:
             prefill = now - started
             marks.append(now)
-        elif advanced == len(prompts):
+        elif len(counts) == len(prompts):
             marks.append(now)
-            gained.append(tokens)
+            gained.append(sum(counts))
     decodes = tuple(later - earlier for earlier, later in zip(marks, marks[1:]))
     sizes = len(prompts), len(prompts[0]), output_len
     return BatchTimes(*sizes, prefill, decodes, now - started, tuple(gained))
+
+
+def _check_end(delta: Delta, prompts: Sequence[list[int]]) -> None:
+    """Raise GlowplugError if a sequence of the batch ``prompts`` ended before its length."""
+    if delta.finish_reason not in (None, "length"):
+        raise GlowplugError(
+            f"a sequence of the batch of {len(prompts)} x {len(prompts[0])} ended with "
+            f"{delta.finish_reason!r} ({delta.error or 'no reason given'})"
+        )
 
 
 def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:
