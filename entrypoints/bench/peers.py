@@ -264,6 +264,8 @@ RUN_KEYS = (
     "p99_ttft_ms",
     "mean_tpot_ms",
     "median_tpot_ms",
+    "accept_length",
+    "accept_rates",
     "p99_tpot_ms",
     "mean_itl_ms",
     "p99_itl_ms",

@@ -101,8 +101,9 @@ class FakeServer:
         """
         answers = sum("stream" in body for _, body in self.asked)
         name, labels = "vllm:spec_decode_num", 'engine="0",model_name="tiny"'
+        position = f"{name}_accepted_tokens_per_pos_total"
         per_pos = "".join(
-            f'{name}_accepted_tokens_per_pos_total{{{labels},position="{at}"}} {count * answers}.0\n'
+            f'{position}{{{labels},position="{at}"}} {count * answers}.0\n'
             for at, count in enumerate((9, 4))
         )
         return (

@@ -285,7 +285,6 @@ def test_servers_with_a_simulated_acceptance(
     (ours,) = record["runs"]["glowplug"]
     assert ours["accept_length"] == pytest.approx(2.6, abs=0.15)
     assert ours["accept_rates"] == pytest.approx([1.0, 0.6, 0.0], abs=0.15)
-    assert ours["server_info"]["speculation"]["simulated_accept_rates"] == [1.0, 0.6]
     offline = json.loads((out / "offline-glowplug.jsonl").read_text())
     assert offline["accept_length"] == pytest.approx(2.6, abs=0.15)
     (row,) = record["tables"]["serving, output tokens/s"]
