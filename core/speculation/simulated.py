@@ -27,26 +27,6 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 BITS = 32  #: bits of a uniform number
 
 
-def rates_of_length(length: float) -> tuple[float, ...]:
-    """Return the rates with which verify steps gain ``length`` tokens on average.
-
-    Of all rates with this mean they have the smallest variance: a step gains ``length`` rounded
-    down or up. SGLang (``match-expected``) and vLLM (``synthetic_acceptance_length``) draw from the
-    same distribution.
-
-    Args:
-        length: Accept length, at least 1.
-
-    Raises:
-        ValueError: ``length`` is below 1.
-    """
-    if not length >= 1:
-        raise ValueError(f"an accept length is at least 1, got {length:g}")
-    whole = int(length) - 1
-    rest = round(length - 1 - whole, 9)
-    return (*(1.0,) * whole, rest) if rest or not whole else (1.0,) * whole
-
-
 def simulated_draws(
     drawn: Tensor,
     fed: Tensor,

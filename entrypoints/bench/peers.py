@@ -264,14 +264,14 @@ RUN_KEYS = (
     "p99_ttft_ms",
     "mean_tpot_ms",
     "median_tpot_ms",
-    "accept_length",
-    "accept_rates",
     "p99_tpot_ms",
     "mean_itl_ms",
     "p99_itl_ms",
     "mean_e2el_ms",
     "p99_e2el_ms",
     "device_idle_share",
+    "accept_length",
+    "accept_rates",
 )
 
 

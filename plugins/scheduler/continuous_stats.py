@@ -20,7 +20,10 @@ def count_end(stats: Stats, reason: str) -> None:
 
 
 def count_step(stats: Stats, done: Committed) -> None:
-    """Add the tokens of a committed step to ``stats``."""
+    """Add the tokens of a committed step to ``stats``.
+
+    The engine counts drafts, from the same results.
+    """
     stats.output_tokens += int(done.counts.sum())
 
 

@@ -17,8 +17,7 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.speculation.simulated import rates_of_length
-from glowplug.core.step.draft_counts import Acceptance, since
+from glowplug.core.step.draft_counts import Acceptance, rates_of_length, since
 from glowplug.core.step.messages import total
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 from glowplug.entrypoints.front.model_text import open_tokenizer
@@ -285,6 +284,34 @@ def test_the_engine_gains_the_simulated_length(
     assert figures.rates[:whole] == [1.0] * whole
     if graphs is GRAPHS:
         assert replaying_runtime.NEWEST[0].filled, "no step was replayed"
+
+
+TREE = {"use": "nextn", "steps": 3, "topk": 2, "draft_tokens": 7}
+
+
+@pytest.mark.parametrize("graphs", [{"use": "eager"}, GRAPHS], ids=["eager", "replayed"])
+def test_trees_gain_the_simulated_length(folder: Path, graphs: dict[str, Any]) -> None:
+    """A tree of the most likely drafts may be shallower than its passes, which lowers the gain."""
+    rates = list(rates_of_length(2.0))
+    drafts = {**TREE, "simulate_accept_rates": rates}
+    with engine(folder, speculative=drafts, benchmark=True, graphs=graphs) as llm:
+        llm.generate(prompts(12), GREEDY.replace(max_tokens=100))
+        llm.control("check")
+        (counts,) = llm.stats.drafts
+    assert counts.shape == "3/2/7" and len(counts.accepted) == 4
+    assert Acceptance([counts]).length == pytest.approx(2.0, abs=0.02)
+
+
+def test_counts_of_trees_follow_from_the_tokens(folder: Path) -> None:
+    accepting.take()
+    with engine(folder, speculative=TREE) as llm:
+        found = llm.generate(prompts(8), GREEDY)
+        llm.control("check")
+        figures = Acceptance(llm.stats.drafts)
+    verified = sum(len(gained) - 1 for gained in accepting.take())
+    assert figures.verify_steps == verified and figures.drafted == 6 * verified
+    kept = sum(one.drafts.accepted for one in found if one.drafts is not None)
+    assert 0 < kept <= figures.accepted and len(figures.rates) == 3
 
 
 def test_simulated_acceptance_is_the_same_in_graphs_and_on_the_host(folder: Path) -> None:

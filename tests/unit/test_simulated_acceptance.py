@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.speculation.simulated import rates_of_length, simulated_draws, uniform
+from glowplug.core.speculation.simulated import simulated_draws, uniform
 from glowplug.core.speculation.verify import accept_chain
+from glowplug.core.step.draft_counts import rates_of_length
 
 ROWS = 4000
 VOCAB = 11  # few tokens, so that the target's own tokens often equal the drafts

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from glowplug.core.step.draft_counts import Acceptance, DraftCounts, since
+from glowplug.core.step.draft_counts import Acceptance, DraftCounts, rates_of_length, since
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM
@@ -147,8 +147,6 @@ def simulated_rates(args: argparse.Namespace) -> tuple[float, ...] | None:
         return rates
     if args.simulate_accept_rates is not None:
         raise ValueError(f"give {LENGTH_FLAG} or {RATES_FLAG}, not both")
-    from glowplug.core.speculation.simulated import rates_of_length  # imports torch
-
     try:
         return rates_of_length(args.simulate_accept_length)
     except ValueError as error:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from glowplug.core.step.draft_counts import rates_of_length
 from glowplug.entrypoints.bench.others.layout import (
     ONE_GPU,
     ONE_RANK,
@@ -69,8 +70,6 @@ class ComparedDrafts:
         words = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(self.steps)]
         if self.accept_length is None:
             return words
-        from glowplug.core.speculation.simulated import rates_of_length  # imports torch
-
         rates = json.dumps(rates_of_length(self.accept_length))
         simulated = f"speculative.simulate_accept_rates={rates}"
         return [*words, "--set", simulated, "--set", "benchmark=true"]
