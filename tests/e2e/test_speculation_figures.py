@@ -286,6 +286,15 @@ def test_the_engine_gains_the_simulated_length(
         assert replaying_runtime.NEWEST[0].filled, "no step was replayed"
 
 
+def test_drafts_of_other_algorithms_are_simulated_alike(folder: Path) -> None:
+    drafts = {"use": "ngram", "steps": 3, "simulate_accept_rates": [1.0, 0.6]}
+    with engine(folder, speculative=drafts, benchmark=True) as llm:
+        llm.generate(prompts(12), GREEDY.replace(max_tokens=100))
+        llm.control("check")
+        figures = Acceptance(llm.stats.drafts)
+    assert figures.rates == pytest.approx([1.0, 0.6, 0.0], abs=0.06)
+
+
 TREE = {"use": "nextn", "steps": 3, "topk": 2, "draft_tokens": 7}
 
 
