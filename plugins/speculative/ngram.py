@@ -130,7 +130,9 @@ def register_speculative_algorithms() -> list[Component]:
             options=NGramOptions,
             factory="glowplug.plugins.speculative.ngram_runtime:NGram",
             check=check_options,
-            offers=SpeculativeOffers(drafts=True, modes=EVERY_MODE_GRAPH, reserves=state_bytes),
+            offers=SpeculativeOffers(
+                drafts=True, simulates=True, modes=EVERY_MODE_GRAPH, reserves=state_bytes
+            ),
             summary="drafts copied from earlier text of the request; the same tokens in fewer "
             "steps",
         )
