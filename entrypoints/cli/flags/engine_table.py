@@ -189,7 +189,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--speculative-algorithm", "--speculative-algo", "--spec-method"),
         "speculative.use",
-        "draft algorithm: nextn (EAGLE is the same), ...",
+        "draft algorithm: nextn (EAGLE is the same), ngram, ...",
         values=ALGORITHMS,
     ),
     Flag(
@@ -214,6 +214,18 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         ("--speculative-num-draft-tokens",),
         "speculative.draft_tokens",
         "tokens verified per step",
+        int,
+    ),
+    Flag(
+        ("--speculative-ngram-max-match-window-size", "--ngram-prompt-lookup-max"),
+        "speculative.prompt_lookup_max",
+        "most of a row's last tokens that ngram looks for in its earlier text",
+        int,
+    ),
+    Flag(
+        ("--speculative-ngram-min-match-window-size", "--ngram-prompt-lookup-min"),
+        "speculative.prompt_lookup_min",
+        "fewest of a row's last tokens that ngram looks for in its earlier text",
         int,
     ),
     # graphs
