@@ -26,7 +26,7 @@ class Decided:
         width: tokens of a row in a verify step; 1 without speculation.
         lookahead: positions behind a step's tokens that a draft writes to.
         draft_shape: size of the drafts of a round.
-        draft_layers: next-token layers that the draft uses, 0 or 1.
+        draft_layers: layers of the draft model in the KV pool, 0 or 1.
         draft_folder: folder of the draft model; None if the draft has no folder of its own.
         mesh: mesh axis -> size.
         ranks: number of ranks.

@@ -136,9 +136,8 @@ def test_flags_of_other_engines() -> None:
         "--spec-method ngram --num-speculative-tokens 5 --ngram-prompt-lookup-max 4 "
         "--ngram-prompt-lookup-min 2"
     )
-    assert read(vllm) == {
-        "use": "ngram",
-        "steps": 5,
-        "prompt_lookup_max": 4,
-        "prompt_lookup_min": 2,
-    }
+    expected = {"use": "ngram", "steps": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    assert read(vllm) == expected
+    keys = '"num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2'
+    for first in ('"method":"ngram"', '"model":"[ngram]"', '"method":"ngram","model":"ngram"'):
+        assert read(f"--speculative-config {{{first},{keys}}}") == expected

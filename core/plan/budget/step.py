@@ -34,6 +34,7 @@ def workspace_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
     lines = [_activation_line(proposal, counts), _logit_line(proposal, counts.rows)]
     if model.kind == "mla" or model.head_dim:
         lines.append(_rope_tables(proposal))
+    lines += _draft_head_line(proposal)
     lines += _draft_state_line(proposal, counts.rows)
     if proposal.values.device == "cuda":
         lines += _device_lines(proposal, counts)
@@ -69,6 +70,18 @@ def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
     size = attention.offers.reserves(_decoding_rows(proposal, rows))
     how = f"page tables and workspace of {attention.name}, {_rows_of_tokens(proposal, rows)}"
     return [BudgetLine(RESERVED, size, how)] if size else []
+
+
+def _draft_head_line(proposal: Proposal) -> list[BudgetLine]:
+    """Return the budget line of the draft's copy of rows of the head; [] if there is none."""
+    speculative = proposal.speculative
+    rows = speculative.options.head_rows() if speculative is not None else 0
+    if not rows:
+        return []
+    model = proposal.facts.model
+    own = -(-rows // axis_size("attn_tp", proposal.values.mesh))
+    size = own * model.hidden_size * DTYPE_BYTES[proposal.values.dtype]
+    return [BudgetLine("draft head", size, f"{rows} tokens that drafts choose from")]
 
 
 def _draft_state_line(proposal: Proposal, rows: int) -> list[BudgetLine]:

@@ -45,7 +45,6 @@ ALTERNATIVES: tuple[tuple[str, str], ...] = (
         r"^(compilation-config|optimization-level)$",
         "use --enable-torch-compile and --cuda-graph-bs",
     ),
-    (r"^speculative-config$", "use --speculative-algorithm NEXTN --speculative-num-steps N"),
     (
         r"^speculative-ngram-",
         "use --speculative-num-draft-tokens, --speculative-eagle-topk and "
