@@ -95,6 +95,10 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
         },
     ),
     (
+        ["--speculative-algorithm", "NEXTN", "--speculative-token-map", "ids.json"],
+        {"speculative": {"use": "nextn", "draft_vocabulary": "ids.json"}},
+    ),
+    (
         ["--speculative-algo", "EAGLE", "--speculative-draft", "d"],
         {"speculative": {"use": "nextn", "draft_model": "d"}},
     ),

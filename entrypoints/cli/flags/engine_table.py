@@ -224,6 +224,11 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         "tokens verified per step",
         int,
     ),
+    Flag(
+        ("--speculative-token-map",),
+        "speculative.draft_vocabulary",
+        "file of the token ids that drafts choose from, or the number of frequent ones to count",
+    ),
     # graphs
     switch("--disable-cuda-graph --enforce-eager", "graphs.use", "eager", "run every step eagerly"),
     Flag(
