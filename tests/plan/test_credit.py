@@ -290,6 +290,8 @@ WORDS: dict[str, list[str]] = {
     "--speculative-num-steps": ["2", "--speculative-algorithm", "NEXTN"],
     "--speculative-eagle-topk": ["1", "--speculative-algorithm", "NEXTN"],
     "--speculative-num-draft-tokens": ["2", "--speculative-algorithm", "NEXTN"],
+    "--speculative-ngram-max-match-window-size": ["3", "--speculative-algorithm", "NGRAM"],
+    "--speculative-ngram-min-match-window-size": ["2", "--speculative-algorithm", "NGRAM"],
     "--torch-compile-max-bs": ["2", "--enable-torch-compile"],
     "--schedule-policy": ["lpm"],
     "--mem-fraction-static": ["0.5"],
