@@ -143,8 +143,10 @@ def main() -> None:
     options = parser.parse_args()
     tasks = held_out_tasks(options.count)
     prompts = [tokenizer.prompt_text((), task.prompt, think=task.think) for task in tasks]
-    drafts = {"speculative": {"use": options.speculative, "steps": options.steps}}
-    engine = LLM(model=options.model, **(drafts if options.speculative else {}))
+    drafts = {"use": options.speculative or "none"}
+    if options.speculative:
+        drafts["steps"] = options.steps
+    engine = LLM(model=options.model, speculative=drafts)
     coder = engine.tokenizer
     if coder is None:
         raise SystemExit(f"{options.model} has no tokenizer")
