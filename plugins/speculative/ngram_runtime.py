@@ -39,8 +39,8 @@ class NGram(TokenDrafts):
         branches = self._search(tokens, rows, lengths, lookup)
         if not shape.is_tree:
             return branches[:, 0]
-        chosen = [branch * shape.steps + depth for branch, depth in branch_places(shape)]
-        return torch.stack([branches.flatten(1)[:, place] for place in chosen], 1)
+        best, others = branches[:, 0], branches[:, 1:].transpose(1, 2).flatten(1)
+        return torch.cat([best, others], 1)[:, : shape.tokens - 1]
 
 
 def branch_places(shape: DraftShape) -> list[tuple[int, int]]:
