@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from glowplug.core.plugin.component import Options
 from glowplug.core.plugin.draft_shape import DraftShape
 
 
 class SpeculativeOptions(Options):
     """Options common to all speculative algorithms."""
+
+    simulate_accept_rates: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
+        None,
+        min_length=1,
+        description="benchmarks only, the answers are meaningless: probability that the draft at "
+        "each position is accepted if those before it are, instead of the target's choice; it "
+        "needs benchmark = true",
+    )
 
     def width(self) -> int:
         """Return the number of tokens per decoding row in a step: 1 plus the drafted tokens.

@@ -55,7 +55,11 @@ def register_speculative_algorithms() -> list[Component]:
             factory="glowplug.plugins.speculative.eagle_runtime:Eagle",
             check=check_options,
             offers=SpeculativeOffers(
-                drafts=True, eagle_head=True, first_key=True, modes=EVERY_MODE_GRAPH
+                drafts=True,
+                eagle_head=True,
+                first_key=True,
+                simulates=True,
+                modes=EVERY_MODE_GRAPH,
             ),
             summary="drafts by an EAGLE head trained for the model; the same tokens in fewer steps",
         )

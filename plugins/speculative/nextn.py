@@ -64,7 +64,11 @@ def register_speculative_algorithms() -> list[Component]:
             factory="glowplug.plugins.speculative.nextn_runtime:NextN",
             check=check_options,
             offers=SpeculativeOffers(
-                drafts=True, nextn_layer=True, first_key=True, modes=EVERY_MODE_GRAPH
+                drafts=True,
+                nextn_layer=True,
+                first_key=True,
+                simulates=True,
+                modes=EVERY_MODE_GRAPH,
             ),
             summary="drafts by the checkpoint's own NextN layer; the same tokens in fewer steps",
         )

@@ -59,11 +59,13 @@ FITTING: dict[str, list[Any]] = {
     "cors_origins": [["http://a"]],
     "open_routes": [["/health"]],
     "compat": [["vllm"]],
+    "simulate_accept_rates": [[0.5]],
     "gemm": ["triton", "cutlass", "deep_gemm"],
 }
 #: options that none of these plans accepts -> the tests that cover them
 ELSEWHERE = {
     "speculative.draft_model": "tests/plan/test_drafts.py",
+    "speculative.simulate_accept_rates": "tests/plan/test_simulated_acceptance.py",
     "chat_template": "tests/plan/test_chat_template_option.py",
 }
 
