@@ -60,8 +60,10 @@ class DecoderLayer(Module):
         Returns:
             x and residual for the next layer.
         """
+        # the names are bound again, so that tensors that are used up are freed at once
         normed, residual = self.input_norm.add(x, residual)
-        return self.forward_normed(normed, residual, at, batch)
+        normed, residual = self.post_norm.add(self.attention.forward(normed, at), residual)
+        return self._behind_attention(normed, residual, batch)
 
     def forward_normed(
         self, normed: Any, residual: Tensor, at: object, batch: Batch
@@ -75,6 +77,18 @@ class DecoderLayer(Module):
             batch: the step.
         """
         normed, residual = self.post_norm.add(self.attention.forward(normed, at), residual)
+        return self._behind_attention(normed, residual, batch)
+
+    def _behind_attention(
+        self, normed: Any, residual: Tensor, batch: Batch
+    ) -> tuple[Terms, Tensor]:
+        """Run the feed-forward part of the layer; the result is that of ``forward``.
+
+        Args:
+            normed: input of the feed-forward part, plain or in its ``input_format``.
+            residual: residual stream [T, hidden].
+            batch: the step.
+        """
         if self._parallel is None:
             return self.feed_forward.forward(normed, batch), residual
         y = self.feed_forward.forward(self._parallel.leave_attention(normed, batch), batch)
