@@ -6,6 +6,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plan.checks import (
     attention,
     checkpoint,
+    eagle_heads,
     last_layer,
     ranks,
     simulation,
@@ -17,7 +18,16 @@ from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.slots import SLOTS
 
 #: modules with checks, in the order of their refusals
-MODULES = (last_layer, ranks, speculation, simulation, checkpoint, attention, steps)
+MODULES = (
+    last_layer,
+    ranks,
+    speculation,
+    eagle_heads,
+    simulation,
+    checkpoint,
+    attention,
+    steps,
+)
 _PLACES = {module.__name__: place for place, module in enumerate(MODULES)}
 #: all checks, in the order of their refusals
 CHECKS: tuple[Check, ...] = tuple(sorted(READS, key=lambda check: _PLACES[check.__module__]))
