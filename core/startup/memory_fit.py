@@ -22,7 +22,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import DTYPE_BYTES, KVLayout
 from glowplug.core.layers.rope import Rope
 from glowplug.core.plan.budget.graphs import driver_bytes, kept_bytes, pool_bytes
-from glowplug.core.plan.budget.step import RESERVED
+from glowplug.core.plan.budget.step import DRAFT_STATE, RESERVED
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
@@ -110,7 +110,7 @@ class RankMemory:
         """Have the runner's parts allocate their buffers, and measure these by budget line."""
         planned = {line.name for line in self.plan.budget}
         self._reserve(pool, runner.speculative)
-        self.meter.mark(RUNTIME_LINE)
+        self.meter.mark(DRAFT_STATE if DRAFT_STATE in planned else RUNTIME_LINE)
         self._reserve(pool, runner.attention)
         self.meter.mark(RESERVED if RESERVED in planned else RUNTIME_LINE)
         self._reserve(pool, runner.sampler)
