@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.candidates import contributed, pick
+from glowplug.core.plan.checks.adaptive import decide_adaptive, possible_shapes
 from glowplug.core.plan.checks.last_layer import choose_last_layer
 from glowplug.core.plan.device import choose_device, choose_dtypes
 from glowplug.core.plan.proposal import Proposal, chosen_of, options_of
@@ -31,6 +32,7 @@ def choose(proposal: Proposal) -> None:
         if slot.name in ("speculative", "parallel"):
             _decide_numbers(proposal)
     _decide_overlap(proposal)
+    decide_adaptive(proposal)
     choose_last_layer(proposal)
 
 
@@ -161,6 +163,7 @@ def _decide_numbers(proposal: Proposal) -> None:
     values = proposal.values
     speculative = proposal.speculative
     values.width = speculative.options.width() if speculative else 1
+    values.draft_shapes = possible_shapes(proposal)
     values.lookahead = speculative.options.lookahead() if speculative else 0
     values.draft_folder = speculative.options.draft_folder() if speculative else None
     values.draft_layers = int(speculative is not None and speculative.offers.nextn_layer)

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from glowplug.core.facts.model_facts import Facts
+from glowplug.core.plugin.draft_costs import DraftCosts
+from glowplug.core.plugin.draft_shape import DraftShape
 
 #: fields of ``EnginePlan`` whose key in the plan's JSON differs from their name
 JSON_KEYS = {"expandable_segments": "growing_segments"}
@@ -104,6 +106,8 @@ class Sizes:
     groups: int = 1  #: groups of ranks with requests of their own (data-parallel attention)
     width: int = 1  #: tokens per decoding row and step: 1 plus the drafted tokens
     draft_layers: int = 0  #: layers of the KV pool for a draft model, after the model's own
+    #: sizes of drafts that a step may have, ascending by tokens; those of the last one are ``width``
+    draft_shapes: tuple[DraftShape, ...] = ()
     #: positions after a step's tokens for which rows have pages, because the draft writes there
     lookahead: int = 0
     #: fewest pages with which the engine serves after memory was measured; 0: ``num_pages``
@@ -119,6 +123,11 @@ class Sizes:
     short_keys: int = 0  #: most keys of the short rows for which attention has a faster kernel
     #: batch sizes, ascending, for which a second graph is captured with this kernel
     short_rows: tuple[int, ...] = ()
+
+    @property
+    def step_shapes(self) -> tuple[DraftShape, ...]:
+        """``draft_shapes``; if it is empty, the one size of a chain of ``width`` tokens."""
+        return self.draft_shapes or (DraftShape(self.width - 1, 1, self.width),)
 
     @property
     def max_admitted(self) -> int:
@@ -156,6 +165,8 @@ class EnginePlan:
     hosts: int = 1  #: number of hosts; each has the same number of neighbouring ranks
     #: only those tokens of prompts go through the last layer that are sampled from
     sampled_last_layer: bool = False
+    #: seconds of a step for each of ``Sizes.draft_shapes``, if given; None: measured at start-up
+    draft_costs: DraftCosts | None = None
     #: torch's allocator uses expandable segments, unless its environment variable is set
     expandable_segments: bool = False
     #: source of the chat template that replaces the tokenizer's; "" for the tokenizer's own

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
+from glowplug.core.plugin.draft_shape import DraftShape
 
 
 class Undecided(GlowplugError):
@@ -23,6 +24,8 @@ class Decided:
         dtype: compute dtype, by torch's name.
         kv_dtype: dtype of the KV cache.
         width: tokens of a row in a verify step; 1 without speculation.
+        draft_shapes: sizes of drafts that a step may have, ascending; the last one is the
+            configured size. It is the only one without ``speculative.adaptive``.
         lookahead: draft passes before a step; 0 without speculation.
         draft_layers: next-token layers that the draft uses, 0 or 1.
         draft_folder: folder of the draft model; None if the draft has no folder of its own.
@@ -41,6 +44,7 @@ class Decided:
     dtype: str
     kv_dtype: str
     width: int
+    draft_shapes: tuple[DraftShape, ...]
     lookahead: int
     draft_layers: int
     draft_folder: str | None

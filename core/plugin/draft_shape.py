@@ -22,3 +22,23 @@ class DraftShape:
     @property
     def is_tree(self) -> bool:
         return self.topk > 1
+
+
+#: the size of the drafts of a step without drafts
+NO_DRAFTS = DraftShape(0, 1, 1)
+
+
+def shorter_shapes(full: DraftShape) -> tuple[DraftShape, ...]:
+    """Return the sizes among which the steps of an engine may choose, up to ``full``.
+
+    They are none, one pass, half of the passes and all of them, in ascending order of tokens. No
+    two have the same number of tokens.
+    """
+    found = [NO_DRAFTS]
+    for steps in sorted({1, full.steps // 2} - {0}):
+        drafts = -(-(full.tokens - 1) * steps // full.steps) if full.steps else 0
+        candidates = full.topk + (steps - 1) * full.topk**2
+        tokens = 1 + min(drafts, candidates)
+        if steps < full.steps and found[-1].tokens < tokens < full.tokens:
+            found.append(DraftShape(steps, full.topk, tokens))
+    return (*found, full) if full.tokens > 1 else (full,)

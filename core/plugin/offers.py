@@ -211,8 +211,11 @@ class SpeculativeOffers(Offers):
             folder.
         first_key: its draft's cache has no entry for the first position, so attention must observe
             ``Batch.first_key``.
+        adapts: its methods follow ``Batch.draft_shape``, which may differ from step to step; also
+            a step without drafts.
     """
 
+    adapts: bool = False
     drafts: bool = False
     tree: bool = False
     nextn_layer: bool = False
@@ -221,7 +224,13 @@ class SpeculativeOffers(Offers):
 
 @dataclass(frozen=True)
 class SchedulerOffers(Offers):
-    """Capabilities of a scheduler; it declares no others than those of ``Offers``."""
+    """Capabilities of a scheduler.
+
+    Attributes:
+        adapts: it sets ``Batch.draft_shape`` by a policy, see ``protocols.AdaptiveScheduler``.
+    """
+
+    adapts: bool = False
 
 
 @dataclass(frozen=True)

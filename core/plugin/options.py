@@ -16,6 +16,7 @@ from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plugin.component import OPERATIONAL, CheckContext, Options
 from glowplug.core.plugin.offers import QuantizationOffers
+from glowplug.core.plugin.speculative_options import SpeculativeOptions as SpeculativeOptions
 
 
 class Section(BaseModel):
@@ -129,28 +130,6 @@ class CollectivesOptions(Options):
         watched = any(getattr(one.offers, "ranks", 0) for one in context.chosen.get("executor", ()))
         alone = context.values.ranks == 1 and not watched
         return {"timeout": "one rank has no others to wait for"} if alone else {}
-
-
-class SpeculativeOptions(Options):
-    """Options common to all speculative algorithms."""
-
-    def width(self) -> int:
-        """Return the number of tokens per decoding row in a step: 1 plus the drafted tokens.
-
-        Algorithms that draft override this method.
-        """
-        return 1
-
-    def lookahead(self) -> int:
-        """Return the number of positions after a step's tokens that the draft model writes to.
-
-        The draft model writes to its KV cache, so rows need cache pages for these positions too.
-        """
-        return 0
-
-    def draft_folder(self) -> str | None:
-        """Return the draft model's own folder; None if it has none, or without a draft."""
-        return None
 
 
 class SchedulerOptions(Options):

@@ -22,12 +22,10 @@ def count_end(stats: Stats, reason: str) -> None:
         stats.aborted += 1
 
 
-def count_step(stats: Stats, batch: Batch, done: Committed, width: int) -> None:
-    """Add the tokens of a committed step to ``stats``.
-
-    ``width``: number of tokens that a decoding row computes in a step.
-    """
+def count_step(stats: Stats, batch: Batch, done: Committed) -> None:
+    """Add the tokens of a committed step to ``stats``."""
     stats.output_tokens += int(done.counts.sum())
+    width = done.tokens.shape[1]
     if width > 1:
         decodes = int(np.searchsorted(done.at, batch.num_decodes))
         stats.drafted_tokens += decodes * (width - 1)

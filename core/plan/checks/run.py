@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.checks import (
+    adaptive,
     attention,
     checkpoint,
     last_layer,
@@ -16,7 +17,7 @@ from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.slots import SLOTS
 
 #: modules with checks, in the order of their refusals
-MODULES = (last_layer, ranks, speculation, checkpoint, attention, steps)
+MODULES = (last_layer, ranks, speculation, adaptive, checkpoint, attention, steps)
 _PLACES = {module.__name__: place for place, module in enumerate(MODULES)}
 #: all checks, in the order of their refusals
 CHECKS: tuple[Check, ...] = tuple(sorted(READS, key=lambda check: _PLACES[check.__module__]))

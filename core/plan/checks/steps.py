@@ -47,6 +47,8 @@ def needed_modes(proposal: Proposal) -> frozenset[Mode]:
     modes = PLAIN_STEPS
     if speculative is not None and speculative.offers.drafts:
         modes = DRAFTING_STEPS
+        if any(shape.steps == 0 for shape in proposal.values.draft_shapes):
+            modes |= {Mode.DECODE}
     if any(strategy.offers.idle_steps for strategy in proposal.parallel):
         return modes | {Mode.IDLE}
     return modes

@@ -1,0 +1,55 @@
+"""Options common to all speculative algorithms. Plan zone: no torch."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from glowplug.core.plugin.component import CheckContext, Options
+from glowplug.core.plugin.draft_shape import DraftShape, shorter_shapes
+
+
+class SpeculativeOptions(Options):
+    """Options common to all speculative algorithms."""
+
+    adaptive: bool = Field(
+        True,
+        description="choose the size of the drafts anew in each step, from none to the given one, "
+        "by the acceptance of the running requests and the measured seconds of a step; false: "
+        "always the given size",
+    )
+    cost_table: str | None = Field(
+        None,
+        description="file with the seconds of a step for each size of the drafts, written by "
+        "glowplug tune speculative; None: measured at start-up",
+    )
+
+    def width(self) -> int:
+        """Return the number of tokens per decoding row in a step: 1 plus the drafted tokens.
+
+        Algorithms that draft override this method.
+        """
+        return 1
+
+    def draft_shape(self) -> DraftShape:
+        """Return the size of the drafts as configured, which is the largest one of any step."""
+        return DraftShape(self.width() - 1, 1, self.width())
+
+    def draft_shapes(self) -> tuple[DraftShape, ...]:
+        """Return the sizes among which steps may choose, ascending; the last is ``draft_shape``."""
+        return shorter_shapes(self.draft_shape())
+
+    def lookahead(self) -> int:
+        """Return the number of positions after a step's tokens that the draft model writes to.
+
+        The draft model writes to its KV cache, so rows need cache pages for these positions too.
+        """
+        return 0
+
+    def draft_folder(self) -> str | None:
+        """Return the draft model's own folder; None if it has none, or without a draft."""
+        return None
+
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        if self.width() == 1:
+            return dict.fromkeys(("adaptive", "cost_table"), "nothing is drafted")
+        return {} if self.adaptive else {"cost_table": "speculative.adaptive is false"}
