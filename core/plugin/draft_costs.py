@@ -38,8 +38,10 @@ class ShapeCosts:
             return self.seconds[0]
         first, second = self.rows[right - 1], self.rows[right]
         slope = (self.seconds[right] - self.seconds[right - 1]) / (second - first)
-        return self.seconds[right] + max(slope, 0.0) * (count - second) if count > second else (
-            self.seconds[right - 1] + slope * (count - first)
+        return (
+            self.seconds[right] + max(slope, 0.0) * (count - second)
+            if count > second
+            else (self.seconds[right - 1] + slope * (count - first))
         )
 
 

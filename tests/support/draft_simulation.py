@@ -47,9 +47,7 @@ def rate_of(length: float, steps: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if gain(middle, steps) < length else (low, middle)
-        )
+        low, high = (middle, high) if gain(middle, steps) < length else (low, middle)
     return (low + high) / 2
 
 
