@@ -26,9 +26,11 @@ from glowplug.core.plugin.draft_shape import DraftShape
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
-EXPLORED = 0.005  #: share of the time that explorations may lose
-HYSTERESIS = 0.01  #: least gain in expected tokens per second for which the size changes
-ROW_DECAY = 0.98  #: weight of a row's older results with each new one
+EXPLORED = 0.008  #: share of the time that explorations may lose
+#: least gain in expected tokens per second for which the drafts become smaller. An estimate that is
+#: too high is corrected by the next results, one that is too low only by explorations.
+HYSTERESIS = 0.02
+ROW_DECAY = 0.985  #: weight of a row's older results with each new one
 MEAN_DECAY = 0.98  #: weight of the older results of all rows with each step
 PRIOR_RESULTS = 4.0  #: results of a row that the mean of all rows counts like
 FIRST_RATE = 0.7  #: mean rate before any result
@@ -83,7 +85,7 @@ class AdaptivePolicy:
         expected = self.expected(rows)
         speeds = expected / seconds
         best = int(speeds.argmax())
-        if speeds[best] > (1 + HYSTERESIS) * speeds[self._chosen]:
+        if best > self._chosen or speeds[best] > (1 + HYSTERESIS) * speeds[self._chosen]:
             self._chosen = best
         chosen = self._chosen
         if self._exploration is None and chosen + 1 < len(self.shapes):
