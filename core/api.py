@@ -76,9 +76,9 @@ from glowplug.core.plugin.options import (
     QuantizationOptions,
     SamplingOptions,
     SchedulerOptions,
-    SpeculativeOptions,
     WeightOptions,
 )
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
 __all__ = [
     "AttentionOffers",

@@ -34,10 +34,10 @@ from glowplug.core.plugin.options import (
     SchedulerOptions,
     Section,
     ServerOptions,
-    SpeculativeOptions,
     WeightOptions,
 )
 from glowplug.core.plugin.slots import SLOTS, Slot
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
 if TYPE_CHECKING:
     from glowplug.core.plugin.registry import PluginSet

@@ -36,7 +36,10 @@ Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
 
 class Runner:
-    """The object that runs batches on one rank. It only reads the sequence table."""
+    """The object that runs batches on one rank. It only reads the sequence table.
+
+    ``layers``: number of the target's layers in the KV pool; drafts' layers follow them.
+    """
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Runner:
         split_points: SplitPoints | None = None,
         draft_extend: DraftExtend | None = None,
         sampled_last_layer: bool = False,
+        layers: int = 0,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -66,6 +70,7 @@ class Runner:
         if sampled_last_layer:
             assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
             self._ends_model = model
+        self._layers = layers
         self._speculates = speculative.width() > 1
         self._on_host = self.device.type == "cpu"
 
@@ -100,8 +105,10 @@ class Runner:
         # NOTE: drafts plan attention for themselves and give the positions of the step's tokens.
         if self._speculates:
             self._feed(batch)
-            if batch.num_decodes and not self._on_host:
+            tree = batch.tree
+            if batch.num_decodes and (tree is not None or not self._on_host):
                 run("places", partial(self._place, batch))
+            batch.tree_mask = None if tree is None else tree.mask
         self.attention.plan_step(batch, batch.pieces.key("forward"))
         hidden, logits = run("forward", partial(self._forward, batch))
         if meanwhile is not None:
@@ -159,9 +166,23 @@ class Runner:
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
         accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
+        if accepted.path is not None:
+            self._keep_path(batch, accepted.path)
         if self._copier is not None:
             accepted.packed = pack(accepted)
         return accepted
+
+    def _keep_path(self, batch: Batch, path: torch.Tensor) -> None:
+        """Move the KV entries of accepted tokens to the places of their positions.
+
+        The tokens of a row are stored one behind the other, those of an accepted path may be apart.
+
+        Args:
+            batch: a step whose drafts form trees.
+            path: ``Accepted.path``.
+        """
+        places = batch.kv_slots[: path.numel()].view(path.shape)
+        self.attention.move_entries(places.gather(1, path), places, range(self._layers))
 
     def _plan_sampling(self, batch: Batch) -> None:
         for row in batch.left:
@@ -208,17 +229,20 @@ class Runner:
     def _place(self, batch: Batch) -> None:
         """Replace the upper bounds of decoding rows by exact positions, KV slots and lengths.
 
-        The host knows only upper bounds; the exact lengths are on the device.
+        The host has only upper bounds; the exact lengths are on the device. Siblings of a tree
+        have the same position, but each has a KV slot of its own.
         """
         rows = batch.num_decodes
         tokens = batch.decode_tokens
         lengths = self.speculative.lengths(batch)
         assert lengths is not None, "only a step of width one has no lengths of its own"
         width = tokens // rows
-        positions = lengths.long()[:, None] + torch.arange(width, device=lengths.device)
+        starts = lengths.long()[:, None]
+        places = starts + torch.arange(width, device=lengths.device)
+        positions = places if batch.tree is None else starts + batch.tree.depths
         batch.positions[:tokens] = positions.view(-1)
         batch.kv_slots[:tokens] = kv_slots_at(
-            batch.page_table[:rows], positions, self.table.page_size
+            batch.page_table[:rows], places, self.table.page_size
         ).view(-1)
         batch.kv_lens_device[:rows] = lengths + width
 

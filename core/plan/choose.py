@@ -13,6 +13,7 @@ from glowplug.core.plan.checks.last_layer import choose_last_layer
 from glowplug.core.plan.device import choose_device, choose_dtypes
 from glowplug.core.plan.proposal import Proposal, chosen_of, options_of
 from glowplug.core.plugin.component import Component, Options
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import ModelOffers
 from glowplug.core.plugin.slots import SLOTS, Slot
 
@@ -32,6 +33,7 @@ def choose(proposal: Proposal) -> None:
         if slot.name in ("speculative", "parallel"):
             _decide_numbers(proposal)
     _decide_overlap(proposal)
+    _remark_on_chain(proposal)
     decide_adaptive(proposal)
     choose_last_layer(proposal)
 
@@ -162,8 +164,9 @@ def _decide_numbers(proposal: Proposal) -> None:
     """Decide width, lookahead, draft, mesh, ranks and hosts from the components chosen so far."""
     values = proposal.values
     speculative = proposal.speculative
-    values.width = speculative.options.width() if speculative else 1
+    values.draft_shape = _draft_shape(proposal)
     values.draft_shapes = possible_shapes(proposal)
+    values.width = values.draft_shape.tokens
     values.lookahead = speculative.options.lookahead() if speculative else 0
     values.draft_folder = speculative.options.draft_folder() if speculative else None
     values.draft_layers = int(speculative is not None and speculative.offers.nextn_layer)
@@ -176,6 +179,22 @@ def _decide_numbers(proposal: Proposal) -> None:
     values.hosts = _hosts(proposal)
 
 
+def _draft_shape(proposal: Proposal) -> DraftShape:
+    """Return the size of the drafts of a round: the configured one.
+
+    A tree becomes a chain of as many steps if the operator chose attention for chains only.
+    """
+    speculative = proposal.speculative
+    if speculative is None:
+        return DraftShape()
+    shape = speculative.options.draft_shape()
+    attention = proposal.attention
+    given = proposal.written("attention.use")
+    if not shape.is_tree or attention is None or attention.offers.tree or not given:
+        return shape
+    return DraftShape.chain(shape.steps)
+
+
 def _hosts(proposal: Proposal) -> int:
     """Return the number of hosts: as given, else the fewest with enough devices or cores."""
     machine = proposal.facts.hardware
@@ -184,6 +203,17 @@ def _hosts(proposal: Proposal) -> int:
         return given
     each = len(machine.devices) if proposal.values.device == "cuda" else machine.cpu_cores
     return max(1, min(machine.hosts, -(-proposal.values.ranks // max(1, each))))
+
+
+def _remark_on_chain(proposal: Proposal) -> None:
+    """Record the decision that a chain is drafted in place of the configured tree."""
+    speculative = proposal.speculative
+    attention = proposal.attention
+    if speculative is None or attention is None:
+        return
+    if speculative.options.draft_shape().is_tree and not proposal.values.draft_shape.is_tree:
+        why = f"{attention.name} reads causal chains only, so the drafts form a chain"
+        proposal.decide("speculative.topk", 1, attention.name, why, notable=True)
 
 
 def _decide_overlap(proposal: Proposal) -> None:

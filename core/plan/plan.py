@@ -105,6 +105,7 @@ class Sizes:
     kv_bytes: int  #: bytes of the KV pool on each rank
     groups: int = 1  #: groups of ranks with requests of their own (data-parallel attention)
     width: int = 1  #: tokens per decoding row and step: 1 plus the drafted tokens
+    draft_shape: DraftShape = DraftShape()  #: size of the drafts of a round
     draft_layers: int = 0  #: layers of the KV pool for a draft model, after the model's own
     #: sizes of drafts that a step may have, ascending by tokens; those of the last one are ``width``
     draft_shapes: tuple[DraftShape, ...] = ()
@@ -126,8 +127,10 @@ class Sizes:
 
     @property
     def step_shapes(self) -> tuple[DraftShape, ...]:
-        """``draft_shapes``; if it is empty, the one size of a chain of ``width`` tokens."""
-        return self.draft_shapes or (DraftShape(self.width - 1, 1, self.width),)
+        """Sizes of drafts that a step may have: ``draft_shapes``, or only ``draft_shape``."""
+        if self.draft_shape.tokens != self.width:  # sizes made by hand, with a width only
+            return self.draft_shapes or (DraftShape.chain(self.width - 1),)
+        return self.draft_shapes or (self.draft_shape,)
 
     @property
     def max_admitted(self) -> int:

@@ -49,10 +49,10 @@ from glowplug.core.plugin.options import (
     SamplingOptions,
     SchedulerOptions,
     Section,
-    SpeculativeOptions,
     WeightOptions,
 )
 from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
 if TYPE_CHECKING:
     from glowplug.core.plugin.registry import PluginSet

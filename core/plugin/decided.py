@@ -24,9 +24,10 @@ class Decided:
         dtype: compute dtype, by torch's name.
         kv_dtype: dtype of the KV cache.
         width: tokens of a row in a verify step; 1 without speculation.
-        draft_shapes: sizes of drafts that a step may have, ascending; the last one is the
-            configured size. It is the only one without ``speculative.adaptive``.
-        lookahead: draft passes before a step; 0 without speculation.
+        lookahead: positions behind a step's tokens that a draft writes to.
+        draft_shape: size of the drafts of a round.
+        draft_shapes: sizes of drafts that a step may have, ascending; the last is ``draft_shape``.
+            It is the only one without ``speculative.adaptive``.
         draft_layers: next-token layers that the draft uses, 0 or 1.
         draft_folder: folder of the draft model; None if the draft has no folder of its own.
         mesh: mesh axis -> size.
@@ -46,6 +47,7 @@ class Decided:
     width: int
     draft_shapes: tuple[DraftShape, ...]
     lookahead: int
+    draft_shape: DraftShape
     draft_layers: int
     draft_folder: str | None
     mesh: dict[str, int]

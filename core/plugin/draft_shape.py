@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MASK_BITS = 64  #: keys of a row that one tree mask can name
+
 
 @dataclass(frozen=True)
 class DraftShape:
@@ -11,21 +13,53 @@ class DraftShape:
 
     Attributes:
         steps: Passes of the draft, which is the depth of the tree; 0: nothing is drafted.
-        topk: Branches of a pass; 1: the drafts form a chain.
+        topk: Tokens that a pass expands and branches of each; 1: the drafts form a chain.
         tokens: Tokens that a row computes in the verify step: its newest token and the drafts.
     """
 
-    steps: int
+    steps: int = 0
     topk: int = 1
     tokens: int = 1
+
+    @staticmethod
+    def chain(steps: int) -> DraftShape:
+        """Return the shape of a chain of ``steps`` drafts."""
+        return DraftShape(steps, 1, steps + 1)
 
     @property
     def is_tree(self) -> bool:
         return self.topk > 1
 
+    @property
+    def entries(self) -> int:
+        """Number of entries that the passes of a round write to a row's draft cache.
+
+        The first pass computes the row's newest token, each further pass ``topk`` drafts.
+        """
+        return 1 + (self.steps - 1) * self.topk if self.steps else 0
+
+    @property
+    def candidates(self) -> int:
+        """Number of drafts that a round considers; the verify step takes the most likely ones."""
+        if not self.is_tree:
+            return self.steps
+        return self.topk + (self.steps - 1) * self.topk * self.topk
+
+    @property
+    def lookahead(self) -> int:
+        """Number of positions behind a step's own tokens that the draft writes to.
+
+        One of them is for the token after a chunk of a prompt, whose entry continues the chunk's
+        last hidden state.
+        """
+        return max(1, self.entries - self.tokens) if self.steps else 0
+
+    def __str__(self) -> str:
+        return f"{self.steps}/{self.topk}/{self.tokens}"
+
 
 #: the size of the drafts of a step without drafts
-NO_DRAFTS = DraftShape(0, 1, 1)
+NO_DRAFTS = DraftShape()
 
 
 def shorter_shapes(full: DraftShape) -> tuple[DraftShape, ...]:
@@ -36,9 +70,8 @@ def shorter_shapes(full: DraftShape) -> tuple[DraftShape, ...]:
     """
     found = [NO_DRAFTS]
     for steps in sorted({1, full.steps // 2} - {0}):
-        drafts = -(-(full.tokens - 1) * steps // full.steps) if full.steps else 0
-        candidates = full.topk + (steps - 1) * full.topk**2
-        tokens = 1 + min(drafts, candidates)
+        share = -(-(full.tokens - 1) * steps // max(full.steps, 1))
+        tokens = 1 + min(share, DraftShape(steps, full.topk).candidates)
         if steps < full.steps and found[-1].tokens < tokens < full.tokens:
             found.append(DraftShape(steps, full.topk, tokens))
     return (*found, full) if full.tokens > 1 else (full,)

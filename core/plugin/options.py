@@ -16,7 +16,7 @@ from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plugin.component import OPERATIONAL, CheckContext, Options
 from glowplug.core.plugin.offers import QuantizationOffers
-from glowplug.core.plugin.speculative_options import SpeculativeOptions as SpeculativeOptions
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
 
 class Section(BaseModel):

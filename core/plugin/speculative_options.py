@@ -1,11 +1,11 @@
-"""Options common to all speculative algorithms. Plan zone: no torch."""
+"""Options common to all speculative algorithms, for all checks to read. No torch."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
 from glowplug.core.plugin.component import CheckContext, Options
-from glowplug.core.plugin.draft_shape import DraftShape, shorter_shapes
+from glowplug.core.plugin.draft_shape import DraftShape
 
 
 class SpeculativeOptions(Options):
@@ -31,19 +31,19 @@ class SpeculativeOptions(Options):
         return 1
 
     def draft_shape(self) -> DraftShape:
-        """Return the size of the drafts as configured, which is the largest one of any step."""
-        return DraftShape(self.width() - 1, 1, self.width())
+        """Return the size of the drafts of a round; by default a chain of ``width() - 1`` drafts.
 
-    def draft_shapes(self) -> tuple[DraftShape, ...]:
-        """Return the sizes among which steps may choose, ascending; the last is ``draft_shape``."""
-        return shorter_shapes(self.draft_shape())
+        Algorithms that draft trees override this method. If attention supports chains only, the
+        plan replaces a tree by a chain of as many steps (``Sizes.draft_shape``).
+        """
+        return DraftShape.chain(self.width() - 1)
 
     def lookahead(self) -> int:
         """Return the number of positions after a step's tokens that the draft model writes to.
 
         The draft model writes to its KV cache, so rows need cache pages for these positions too.
         """
-        return 0
+        return self.draft_shape().lookahead
 
     def draft_folder(self) -> str | None:
         """Return the draft model's own folder; None if it has none, or without a draft."""

@@ -207,3 +207,19 @@ class AttentionBackend(Protocol):
             [T, H * head_dim].
         """
         ...
+
+    def move_entries(self, sources: Tensor, targets: Tensor, layers: range) -> None:
+        """Copy cache entries of decoding rows to other slots of the same rows.
+
+        Called only if the backend offers ``tree``: after a verify step it moves the entries of the
+        accepted tokens of each row together. A row's moves take effect in ascending order of
+        the second index. The call needs no ``plan_step``, may be captured, and must not wait for
+        the device.
+
+        Args:
+            sources: KV slots to read, int64 [D, S]. Within a row their positions ascend.
+            targets: KV slots to write, int64 [D, S]. Within a row their positions ascend, and none
+                is behind that of its source. If both slots are equal, the entry is not touched.
+            layers: consecutive numbers of layers in the KV pool.
+        """
+        ...

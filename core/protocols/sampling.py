@@ -146,6 +146,9 @@ class SpeculativeAlgorithm(Protocol):
         positions and lengths are still the host's upper bounds. With a width above one, device work
         runs through ``batch.pieces``; otherwise it is part of the target's pass.
 
+        An algorithm that drafts trees also sets ``batch.tree``, whose tensors are results of a
+        piece.
+
         Returns:
             Token ids int64 [D, W]: the last accepted token, then drafts.
         """

@@ -1,9 +1,10 @@
-"""Verification of drafts that form a chain, once the target has scored them.
+"""Verification of drafts, once the target has scored them.
 
-The sampler draws the target's own token at every position with the noise of that position, and a
-draft is accepted if it equals that token. The output is therefore, token for token, what steps of
-width one would have drawn. Since a draft is a single proposal (a point mass), it is accepted
-exactly as often as under rejection sampling (Leviathan et al. 2023).
+The sampler draws the target's own token after every token of a step, with the noise of its
+position, and a draft is accepted if it equals the token drawn after its accepted parent. The output
+is therefore, token for token, what steps of width one would have drawn. Since a draft is a single
+proposal (a point mass), it is accepted exactly as often as under rejection sampling (Leviathan et
+al. 2023); of several siblings at most one equals the drawn token.
 
 D is the number of decode rows, W the width, B the number of rows, and N that of the logits' rows.
 Everything stays on the device.
@@ -16,6 +17,69 @@ from torch import Tensor
 
 from glowplug.core.protocols import Sampled, Sampler
 from glowplug.core.step.batch import Accepted, Batch, LogprobTensors
+from glowplug.core.step.draft_tree import DraftTree
+
+
+def verify(
+    logits: Tensor, batch: Batch, width: int, ends: Tensor | None, sampler: Sampler
+) -> Accepted:
+    """Sample the target's tokens for a step, and accept the drafts that equal them.
+
+    Tokens are sampled after every token of the decode rows and at the end of finished prompts. The
+    accepted tokens are passed on to ``sampler.observe``.
+
+    Args:
+        logits: [N, V], of the decode rows' tokens and then of the finished prompts.
+        batch: The target's step; ``batch.tree`` has the trees of its decode rows.
+        width: W, the number of tokens that a decode row computes.
+        ends: Indices in the batch of the rows whose prompts ended, int64; None if all rows decode.
+        sampler: The sampler.
+    """
+    rows = batch.num_decodes
+    fed = batch.input_ids[: rows * width].view(rows, width)
+    sampled = _sampled(logits, batch, fed, ends, sampler)
+    drawn = sampled.tokens[: rows * width].view(rows, width)
+    tree = batch.tree
+    path = None
+    if tree is None:
+        counts = accept_chain(drawn, fed[:, 1:])
+    else:
+        kept = accept_tree(drawn, fed, tree)
+        counts = kept.sum(1, dtype=torch.int32)
+        path = accepted_path(kept, tree.depths)
+        sampled = _along(sampled, path)
+    accepted = _gained(sampled, counts, width)
+    if ends is not None:
+        accepted = _with_ends(accepted, sampled, ends, batch.num_rows)
+    sampler.observe(accepted.tokens, accepted.counts, batch.row_ids)
+    accepted.path = path
+    return accepted
+
+
+def _gained(sampled: Sampled, counts: Tensor, width: int) -> Accepted:
+    """Return the tokens that the decode rows gain: the first ``counts`` of the W of each row."""
+    grid = (len(counts), width)
+    kept = torch.arange(width, device=counts.device) < counts[:, None]
+    bad = sampled.bad[: kept.numel()].view(grid) & kept
+    return Accepted(sampled.tokens[: kept.numel()].view(grid), counts, bad.any(1), sampled.logprobs)
+
+
+def _sampled(
+    logits: Tensor, batch: Batch, fed: Tensor, ends: Tensor | None, sampler: Sampler
+) -> Sampled:
+    """Return the target's tokens after every token ``fed`` [D, W] and at the ends of prompts."""
+    rows, width = fed.shape
+    owners = batch.row_ids[:rows, None].expand(rows, width).reshape(-1)
+    positions = batch.positions[: rows * width] + 1
+    before = chain_before(fed) if batch.tree is None else tree_before(fed, batch.tree)
+    if ends is not None:
+        owners = torch.cat([owners, batch.row_ids[ends]])
+        positions = torch.cat([positions, batch.kv_lens_device[ends]])
+        before = torch.cat([before, before.new_full((len(ends), width - 1), -1)])
+    return sampler.sample(logits, owners, positions, before if width > 1 else None)
+
+
+# ---- chains --------------------------------------------------------------------------------------
 
 
 def accept_chain(drawn: Tensor, drafts: Tensor) -> Tensor:
@@ -42,7 +106,7 @@ def accept_chain_reference(drawn: list[list[int]], drafts: list[list[int]]) -> l
 
 
 def chain_before(fed: Tensor) -> Tensor:
-    """Return for each position the drafts up to it, int64 [D * W, W - 1]; -1 for later drafts.
+    """Return for each token the drafts up to it, int64 [D * W, W - 1]; -1 for later drafts.
 
     Args:
         fed: The step's input tokens, int64 [D, W].
@@ -52,42 +116,89 @@ def chain_before(fed: Tensor) -> Tensor:
     return fed[:, None, 1:].masked_fill(~seen, -1).view(rows * width, width - 1)
 
 
-def verify_chain(
-    logits: Tensor, batch: Batch, width: int, ends: Tensor | None, sampler: Sampler
-) -> Accepted:
-    """Sample the target's tokens for a step, and accept the drafts that equal them.
+# ---- trees ---------------------------------------------------------------------------------------
 
-    Tokens are sampled at every position of the decode rows and at the end of finished prompts.
 
-    The accepted tokens are passed on to ``sampler.observe``.
+def accept_tree(drawn: Tensor, fed: Tensor, tree: DraftTree) -> Tensor:
+    """Return which tokens of a step are accepted, bool [D, W]; token 0 of a row always is.
 
     Args:
-        logits: [N, V], of the decode rows' positions and then of the finished prompts.
-        batch: The target's step.
-        width: W, the number of tokens that a decode row computes.
-        ends: Indices in the batch of the rows whose prompts ended, int64; None if all rows decode.
-        sampler: The sampler.
+        drawn: The tokens that the target sampled after each token of the step, int64 [D, W].
+        fed: The step's input tokens, int64 [D, W].
+        tree: The trees of the rows.
     """
-    rows = batch.num_decodes
+    equal = drawn.gather(1, tree.parents) == fed
+    equal[:, 0] = True
+    places = torch.arange(fed.shape[1], device=fed.device)
+    # the bits of distinct places, so their sum is their union
+    found = (equal.long() << places).sum(1, keepdim=True)
+    return (tree.mask & ~found) == 0
+
+
+def accepted_path(kept: Tensor, depths: Tensor) -> Tensor:
+    """Return ``Accepted.path`` of the accepted tokens ``kept``, bool [D, W].
+
+    ``depths``: int64 [D, W]; the accepted tokens of a row have the depths 0, 1, 2 and so on.
+    """
+    rows, width = kept.shape
+    places = torch.arange(width, device=kept.device).expand(rows, width)
+    path = torch.arange(width + 1, device=kept.device).repeat(rows, 1)
+    # rejected tokens are written to the surplus last column
+    return path.scatter_(1, depths.masked_fill(~kept, width), places)[:, :width].contiguous()
+
+
+def accepted_path_reference(drawn: list[int], fed: list[int], parents: list[int]) -> list[int]:
+    """Return the accepted tokens of one row in order, found by a walk from the root of its tree.
+
+    Args:
+        drawn: The tokens that the target sampled after each token of the row, W of them.
+        fed: The row's input tokens.
+        parents: Index of each token's parent.
+    """
+    path = [0]
+    while True:
+        children = [node for node in range(1, len(fed)) if parents[node] == path[-1]]
+        found = [node for node in children if fed[node] == drawn[path[-1]]]
+        if not found:
+            return path
+        path.append(found[0])
+
+
+def tree_before(fed: Tensor, tree: DraftTree) -> Tensor:
+    """Return for each token the drafts on its path, itself included, int64 [D * W, W - 1].
+
+    All other entries are -1.
+
+    Args:
+        fed: The step's input tokens, int64 [D, W].
+        tree: The trees of the rows.
+    """
+    rows, width = fed.shape
+    places = torch.arange(1, width, device=fed.device)
+    seen = (tree.mask[:, :, None] >> places & 1).bool()
+    return fed[:, None, 1:].masked_fill(~seen, -1).view(rows * width, width - 1)
+
+
+def _along(sampled: Sampled, path: Tensor) -> Sampled:
+    """Return ``sampled`` with the entries of the decode rows in the order of ``path`` [D, W]."""
+    rows, width = path.shape
+    index = (path + torch.arange(0, rows * width, width, device=path.device)[:, None]).view(-1)
     count = rows * width
-    fed = batch.input_ids[:count].view(rows, width)
-    owners = batch.row_ids[:rows, None].expand(rows, width).reshape(-1)
-    positions = batch.positions[:count] + 1
-    before = chain_before(fed)
-    if ends is not None:
-        owners = torch.cat([owners, batch.row_ids[ends]])
-        positions = torch.cat([positions, batch.kv_lens_device[ends]])
-        before = torch.cat([before, before.new_full((len(ends), width - 1), -1)])
-    sampled = sampler.sample(logits, owners, positions, before)
-    drawn = sampled.tokens[:count].view(rows, width)
-    counts = accept_chain(drawn, fed[:, 1:])
-    kept = torch.arange(width, device=counts.device) < counts[:, None]
-    bad = (sampled.bad[:count].view(rows, width) & kept).any(1)
-    accepted = Accepted(drawn, counts, bad, sampled.logprobs)
-    if ends is not None:
-        accepted = _with_ends(accepted, sampled, ends, batch.num_rows)
-    sampler.observe(accepted.tokens, accepted.counts, batch.row_ids)
-    return accepted
+
+    def ordered(part: Tensor) -> Tensor:
+        return torch.cat([part[index], part[count:]])
+
+    scores = sampled.logprobs
+    return Sampled(
+        ordered(sampled.tokens),
+        ordered(sampled.bad),
+        None
+        if scores is None
+        else LogprobTensors(ordered(scores.token), ordered(scores.top_ids), ordered(scores.top)),
+    )
+
+
+# ---- rows whose prompt ended ---------------------------------------------------------------------
 
 
 def _with_ends(decoded: Accepted, sampled: Sampled, ends: Tensor, size: int) -> Accepted:

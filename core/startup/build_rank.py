@@ -184,6 +184,7 @@ class RankBuilder:
             split_points=context.split_points,
             draft_extend=context.draft_extend,
             sampled_last_layer=self.plan.sampled_last_layer,
+            layers=self.plan.facts.model.num_layers,
         )
 
     def _draft_context(self, context: BuildContext) -> BuildContext:

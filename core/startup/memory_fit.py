@@ -237,12 +237,9 @@ class RankMemory:
         )
         model = self.plan.facts.model
         sizes = self.plan.sizes
+        passes = mean_passes(sizes.step_shapes)
         beside = driver_bytes(
-            len(shapes),
-            model.num_layers,
-            len(counts),
-            mean_passes(sizes.lookahead, sizes.step_shapes),
-            len(sizes.extend_tokens),
+            len(shapes), model.num_layers, len(counts), passes, len(sizes.extend_tokens)
         ) + kept_bytes(
             model,
             batch_sizes,

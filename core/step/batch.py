@@ -162,6 +162,10 @@ class Accepted:
             row requests them.
         packed: uint8, the bytes of tokens, counts and bad in this order; set by the runner, so that
             one copy takes all three to the host.
+        path: for trees of drafts, the token of the step after which each gained token was drawn:
+            int64 [D, W], indices in the row. Entry i is i itself for i >= the number of gained
+            tokens. The runner moves the KV entries of the path together. None for chains, whose
+            accepted tokens are the first ones of the row.
     """
 
     tokens: torch.Tensor
@@ -169,6 +173,7 @@ class Accepted:
     bad: torch.Tensor
     logprobs: LogprobTensors | None = None
     packed: torch.Tensor | None = None
+    path: torch.Tensor | None = None
 
 
 @dataclass(eq=False)

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-MASK_BITS = 64  #: tokens of a row that one mask can name
-
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.request import Sequence
@@ -45,24 +46,28 @@ def launchable(rows: Rows) -> Ints:
     return members if open_ends.all() else members[open_ends]
 
 
-def needed_tokens(rows: Rows, members: Ints, width: int) -> Ints:
+def needed_tokens(rows: Rows, members: Ints, shape: DraftShape, lookahead: int) -> Ints:
     """Return the number of cached tokens for which each row needs pages in its next step.
 
     The number is an upper bound while the exact lengths are known on the device only. The last
-    token of a full sequence is never an input, hence never stored.
+    token of a full sequence is never an input, hence never stored. Of a chain, later drafts need no
+    entries either; but the branches of a tree are stored one behind the other, so that a token near
+    the end may be stored behind it.
 
     Args:
         rows: the running sequences.
         members: int32 [n], decoding rows.
-        width: number of tokens that the step and a draft after it write.
+        shape: size of the step's drafts.
+        lookahead: positions behind the step's tokens that drafts are written to.
 
     Returns:
         int32 [n].
     """
     table = rows.table
-    bound: Ints = np.minimum(
-        table.launched[members] + np.int32(width), table.max_length[members] - np.int32(1)
-    )
+    written = shape.tokens + lookahead
+    behind = written - 1 if shape.is_tree else 0
+    most = table.max_length[members] - np.int32(1) + np.int32(behind)
+    bound: Ints = np.minimum(table.launched[members] + np.int32(written), most)
     return bound
 
 

@@ -62,7 +62,7 @@ class Decodes:
         self._choose()
         shape = self._largest if self._sizes.groups > 1 else self.shape
         needed = continuous_batch.needed_tokens(
-            self._rows, self.members, shape.tokens + self._sizes.lookahead
+            self._rows, self.members, shape, self._sizes.lookahead
         )
         short, counts = self._rows.lacking(self.members, needed)
         if not len(short):

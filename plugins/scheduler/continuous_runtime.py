@@ -22,7 +22,8 @@ it is preempted and waits again, at the queue's head, with its output. Invariant
    upper bound reaches a new page, and never beyond ``max_length - 1`` tokens, the last that are
    stored. Both include the ``lookahead`` tokens that a draft writes after a step's own. A width
    above one may compute positions beyond that; their page-table entries are 0, the scratch page,
-   and their results are dropped.
+   and their results are dropped. Trees are the exception: their branches are stored one behind the
+   other, so rows have pages for all of them.
 6. When pages run out, the cache first evicts its least recently used pages, then the policy names
    victims. Preemption happens only with nothing in flight (``next_batch`` returns None until then),
    so it never drops a token: a decoding row has gained at least one token since its admission, and

@@ -1,4 +1,4 @@
-"""Inputs of a NextN draft's passes after each step of the target.
+"""Inputs of a draft model's passes after each step of the target.
 
 The draft's cache is shifted by one: its entry at position p is made from the target's hidden state
 of token p - 1 and from token p. Position 0 has no entry, so every batch of a draft has
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.step.batch import Accepted, Batch, StepShape, shape_of
+from glowplug.core.step.batch import Accepted, Batch, Padding, StepShape, shape_of
 from glowplug.core.step.to_device import kv_slots_at, send
 
 Ints = NDArray[np.int32]
@@ -66,7 +66,7 @@ class NewestTokens:
     lengths: Tensor
 
 
-def uncached_tokens(batch: Batch, tokens: Tensor, page_size: int) -> UncachedTokens:
+def uncached_tokens(batch: Batch, accepted: Accepted, depth: int, page_size: int) -> UncachedTokens:
     """Return the tokens of a target's step that the draft's cache lacks, except each row's newest.
 
     NOTE: rejected tokens of decode rows are among these tokens; their entries are overwritten
@@ -74,34 +74,58 @@ def uncached_tokens(batch: Batch, tokens: Tensor, page_size: int) -> UncachedTok
 
     Args:
         batch: The target's step.
-        tokens: The tokens sampled after those of the step, int64 [B, W].
+        accepted: The tokens sampled in the step.
+        depth: Most drafts that a row can gain.
         page_size: Tokens per page.
     """
     if batch.num_decodes == batch.num_rows:
-        return UncachedTokens(*_drafted(batch, tokens, page_size))
+        return UncachedTokens(*_drafted(batch, accepted, depth, page_size))
     layout = _Chunks(batch, page_size)
-    ids, positions, kv_slots, source, pages = send(layout.arrays(), tokens.device)
+    device = accepted.tokens.device
+    ids, positions, kv_slots, source, pages = send(layout.arrays(), device)
     if batch.num_decodes:
         both = zip(
-            _drafted(batch, tokens, page_size), (ids, positions, kv_slots, source), strict=True
+            _drafted(batch, accepted, depth, page_size),
+            (ids, positions, kv_slots, source),
+            strict=True,
         )
         ids, positions, kv_slots, source = (torch.cat(parts) for parts in both)
     return UncachedTokens(ids, positions, kv_slots, source, pages if len(layout.pages) else None)
 
 
-def _drafted(batch: Batch, tokens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the first four fields of :class:`UncachedTokens` for the decode rows."""
+def _drafted(
+    batch: Batch, accepted: Accepted, depth: int, page_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the first four fields of :class:`UncachedTokens` for the decode rows.
+
+    Arguments as in :func:`uncached_tokens`.
+    """
     decodes = batch.num_decodes
-    width = tokens.shape[1]
-    places = torch.arange(decodes * width, device=tokens.device).view(decodes, width)[:, :-1]
-    positions = batch.positions[: decodes * width].view(decodes, width)[:, 1:]
+    positions = gained_positions(batch, accepted)[:, 1 : depth + 1]
     kv_slots = kv_slots_at(batch.page_table[:decodes], positions, page_size)
     return (
-        tokens[:decodes, :-1].reshape(-1),
+        accepted.tokens[:decodes, :depth].reshape(-1),
         positions.reshape(-1),
         kv_slots.reshape(-1),
-        places.reshape(-1),
+        gained_sources(batch, accepted)[:, :depth].reshape(-1),
     )
+
+
+def gained_positions(batch: Batch, accepted: Accepted) -> Tensor:
+    """Return the positions of the tokens after which the decode rows gained one, int64 [D, W]."""
+    decodes = batch.num_decodes
+    width = accepted.tokens.shape[1]
+    starts: Tensor = batch.positions[: decodes * width : width]
+    return starts[:, None] + torch.arange(width, device=starts.device)
+
+
+def gained_sources(batch: Batch, accepted: Accepted) -> Tensor:
+    """Return the indices in the step of the tokens after which rows gained one, int64 [D, W]."""
+    decodes = batch.num_decodes
+    width = accepted.tokens.shape[1]
+    first = torch.arange(0, decodes * width, width, device=accepted.tokens.device)[:, None]
+    path = accepted.path
+    return first + (torch.arange(width, device=first.device) if path is None else path)
 
 
 class _Chunks:
@@ -152,7 +176,7 @@ def newest_tokens(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Newe
     width = accepted.tokens.shape[1]
     last = accepted.counts[:decodes].long() - 1
     tokens = accepted.tokens[:decodes].gather(1, last[:, None])[:, 0]
-    source = torch.arange(0, decodes * width, width, device=last.device) + last
+    source = gained_sources(batch, accepted).gather(1, last[:, None])[:, 0]
     lengths = batch.positions[: decodes * width : width] + last + 1
     if ends is None:
         return NewestTokens(None, tokens, source, lengths)
@@ -165,13 +189,13 @@ def newest_tokens(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Newe
 
 
 class DraftPositions(NamedTuple):
-    """The device fields of a draft pass's batch, which has one token for each of D decode rows.
+    """The device fields of a draft pass's batch, which has K tokens for each of D decode rows.
 
     Attributes:
-        positions: Positions of the tokens, [D].
-        kv_slots: KV slots of the tokens, [D].
+        positions: Positions of the tokens, [D * K].
+        kv_slots: KV slots of the tokens, [D * K].
         kv_lens: Lengths of the rows after the pass, [D].
-        query_starts: Index of each row's token in the batch, followed by D; [D + 1].
+        query_starts: Index of each row's first token in the batch, followed by D * K; [D + 1].
     """
 
     positions: Tensor
@@ -180,7 +204,18 @@ class DraftPositions(NamedTuple):
     query_starts: Tensor
 
 
-def draft_positions(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftPositions:
+def pass_entries(number: int, branches: int) -> tuple[int, int]:
+    """Return the entries that a draft pass writes behind the target's: the first, and their number.
+
+    The first pass computes the row's newest token, pass ``number`` of the others ``branches``
+    tokens of a tree; the entries of all passes are stored one behind the other.
+    """
+    return (0, 1) if number == 1 else (1 + (number - 2) * branches, branches)
+
+
+def draft_positions(
+    batch: Batch, number: int, lengths: Tensor, page_size: int, branches: int = 1
+) -> DraftPositions:
     """Return the device fields of a draft pass that precedes the target's step ``batch``.
 
     Args:
@@ -188,60 +223,76 @@ def draft_positions(batch: Batch, number: int, lengths: Tensor, page_size: int) 
         number: Number of the pass, from 1.
         lengths: Number of tokens in the target's cache, int [D] for D decode rows.
         page_size: Tokens per page.
+        branches: Tokens of a row in each pass but the first.
     """
-    positions = lengths.long() + (number - 1)
+    first, count = pass_entries(number, branches)
     decodes = batch.num_decodes
+    starts = lengths.long()[:, None]
+    places = starts + torch.arange(first, first + count, device=lengths.device)
     return DraftPositions(
-        positions,
-        kv_slots_at(batch.page_table[:decodes], positions[:, None], page_size).view(-1),
-        (lengths + number).int(),
-        torch.arange(decodes + 1, dtype=torch.int32, device=lengths.device),
+        (starts + (number - 1)).expand(decodes, count).reshape(-1),
+        kv_slots_at(batch.page_table[:decodes], places, page_size).view(-1),
+        (lengths + (first + count)).int(),
+        torch.arange(0, decodes * count + 1, count, dtype=torch.int32, device=lengths.device),
     )
 
 
-def next_draft_batch(batch: Batch, number: int, at: DraftPositions, width: int) -> Batch:
+def next_draft_batch(
+    batch: Batch, number: int, at: DraftPositions, width: int, branches: int = 1
+) -> Batch:
     """Return the batch of a draft pass that precedes the target's step ``batch``.
-
-    The pass has one token per decode row.
 
     Args:
         batch: The target's step, which follows the draft passes.
         number: Number of the pass, from 1.
         at: The device fields of the pass, from :func:`draft_positions`.
         width: Number of tokens that a decode row computes in the step.
+        branches: Tokens of a row in each pass but the first.
     """
     decodes = batch.num_decodes
-    made = draft_batch(batch, batch.kv_lens[:decodes] + np.int32(number - width))
+    first, count = pass_entries(number, branches)
+    made = draft_batch(batch, batch.kv_lens[:decodes] + np.int32(first + count - width), count)
     made.page_table = batch.page_table[:decodes]
     made.row_ids = batch.row_ids[:decodes]
     made.positions, made.kv_slots, made.kv_lens_device, made.query_starts = at
     return made
 
 
-def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
-    """Return the batch of a draft pass with one token per decode row of ``target``.
+def draft_batch(target: Batch, kv_lens: Ints, count: int = 1) -> Batch:
+    """Return the batch of a draft pass with ``count`` tokens per decode row of ``target``.
 
     The caller sets the device fields. ``kv_lens``: int32 [D], lengths of the rows after the pass.
     """
     agreed = target.agreed or shape_of(target)
-    count = target.num_decodes
+    rows = target.num_decodes
+    most = agreed.decodes
     return Batch(
         step=target.step,
         mode=Mode.DRAFT_DECODE,
-        rows=target.rows[:count],
-        epochs=np.zeros(count, np.int64),
-        num_decodes=count,
-        query_lens=np.ones(count, np.int32),
+        rows=target.rows[:rows],
+        epochs=np.zeros(rows, np.int64),
+        num_decodes=rows,
+        query_lens=np.full(rows, count, np.int32),
         kv_lens=kv_lens,
-        samples=np.ones(count, np.bool_),
+        samples=np.ones(rows, np.bool_),
         prompt_ids=np.zeros(0, np.int32),
-        pages=target.pages[:count],
+        pages=target.pages[:rows],
         first_key=FIRST_KEY,
         pieces=target.pieces,
-        agreed=StepShape(
-            Mode.DRAFT_DECODE, agreed.decodes, agreed.decodes, agreed.load, decodes=agreed.decodes
-        ),
+        agreed=StepShape(Mode.DRAFT_DECODE, most, most * count, agreed.load, decodes=most),
         padding=target.draft_padding,
+        draft_padding=target.draft_padding,
+    )
+
+
+def repeated_padding(padding: Padding | None, count: int) -> Padding | None:
+    """Return the padding of a pass of ``count`` tokens per row, from that of one token per row."""
+    if padding is None or count == 1:
+        return padding
+    own = padding.own
+    return Padding(
+        None if own is None else own.repeat_interleave(count, 0),
+        padding.gathered.repeat_interleave(count, 0),
     )
 
 

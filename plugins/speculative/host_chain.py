@@ -20,7 +20,7 @@ Ints = NDArray[np.int32]
 
 
 def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler) -> Accepted:
-    """Do the work of ``verify.verify_chain`` on the host, for R decode rows only.
+    """Do the work of ``verify.verify`` on the host, for R decode rows only.
 
     ``logits``: [R * W, V].
     """
@@ -137,13 +137,3 @@ def _kv_slot(pages: Ints, position: int, page_size: int) -> int:
     """
     column, offset = divmod(position, page_size)
     return offset + (int(pages[column]) * page_size if column < len(pages) else 0)
-
-
-def page_ends(batch: Batch, page_size: int) -> tuple[list[int], list[int]]:
-    """Return the indices in the batch of tokens that end a page, and the numbers of these pages."""
-    places = [
-        place
-        for place, position in enumerate(batch.positions.tolist())
-        if (position + 1) % page_size == 0
-    ]
-    return places, [int(batch.kv_slots[place]) // page_size for place in places]

@@ -7,7 +7,7 @@ from typing import Literal
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import SpeculativeOffers
-from glowplug.core.plugin.options import SpeculativeOptions
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
 
 class NoSpeculationOptions(SpeculativeOptions):

@@ -9,10 +9,10 @@ from torch import Tensor
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.speculation.verify import spread
 from glowplug.core.step.batch import Accepted, Batch, LogprobTensors
 from glowplug.core.step.to_device import send
 from glowplug.plugins.speculative.none import NoSpeculationOptions
-from glowplug.core.speculation.verify import spread
 
 
 class NoSpeculation:

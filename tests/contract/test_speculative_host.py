@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from glowplug.core.speculation.verify import chain_before, verify
 from glowplug.core.step.batch import Batch
 from glowplug.core.testing.suites.speculative import HIDDEN, Greedy, likely
 from glowplug.plugins.speculative.drafting import (
@@ -20,7 +21,6 @@ from glowplug.plugins.speculative.host_chain import (
     uncached_tokens_host,
     verify_chain_host,
 )
-from glowplug.core.speculation.verify import chain_before, verify_chain
 from tests.contract.test_speculative_nextn import LIMITS, PAGE, Draft, make, shifted
 
 
@@ -64,7 +64,7 @@ def test_acceptance_is_the_devices(rows: int, width: int) -> None:
         here, there = Watching(), Watching()
         made, wanted = (
             verify_chain_host(logits, batch, width, here),
-            verify_chain(logits, batch, width, None, there),
+            verify(logits, batch, width, None, there),
         )
         for name in ("tokens", "counts", "bad"):
             assert torch.equal(getattr(made, name), getattr(wanted, name)), name
@@ -81,7 +81,7 @@ def test_accepted_tokens_are_stored_as_on_the_device(rows: int, keep: int) -> No
         batch, logits, _ = decoding(rng, rows, 4)
         accepted = verify_chain_host(logits, batch, 4, Greedy())
         wanted, made = (
-            uncached_tokens(batch, accepted.tokens, PAGE),
+            uncached_tokens(batch, accepted, 3, PAGE),
             uncached_tokens_host(batch, accepted, PAGE, keep),
         )
         for name in ("input_ids", "positions", "kv_slots", "source"):
@@ -129,7 +129,7 @@ def test_the_state_for_the_next_step_is_the_devices(steps: int, mesh: dict[str, 
             device.accept(logits, hidden, batch, Greedy())
             for name in ("_last", "_hidden", "_computed"):
                 assert torch.equal(getattr(host, name), getattr(device, name)), name
-            assert torch.equal(host._page_ends[1:], device._page_ends[1:])
+            assert torch.equal(host._page_ends.states[1:], device._page_ends.states[1:])
             kept = width if mesh else int(made.counts.max())
             assert _stored(ours) == ([rows * (kept - 1)] if kept > 1 else [])
             assert _stored(theirs) == [rows * steps]

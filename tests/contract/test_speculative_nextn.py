@@ -16,8 +16,15 @@ from torch import Tensor
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plan.resolve import plan as make_plan
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Worker
+from glowplug.core.speculation.verify import (
+    accept_chain,
+    accept_chain_reference,
+    chain_before,
+    verify,
+)
 from glowplug.core.step.batch import Accepted, Batch, StepShape
 from glowplug.core.step.graph_pieces import DraftExtend
 from glowplug.core.step.to_device import kv_slots_at
@@ -36,14 +43,9 @@ from glowplug.plugins.speculative.drafting import (
     next_draft_batch,
     uncached_tokens,
 )
+from glowplug.plugins.speculative.model_drafts import PREVIOUS_HIDDEN
 from glowplug.plugins.speculative.nextn import NextNOptions
-from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN
-from glowplug.core.speculation.verify import (
-    accept_chain,
-    accept_chain_reference,
-    chain_before,
-    verify_chain,
-)
+from glowplug.plugins.speculative.nextn_runtime import NextN
 from tests.support.tiny import write_config
 
 PAGE = 4
@@ -90,7 +92,8 @@ class Draft:
 
 
 def make(limits: Limits, steps: int, **mesh: int) -> tuple[NextN, Draft]:
-    plan = bare_plan(page_size=PAGE, width=steps + 1, lookahead=steps)
+    chain = DraftShape.chain(steps)
+    plan = bare_plan(page_size=PAGE, width=chain.tokens, draft_shape=chain)
     object.__setattr__(plan, "mesh", mesh)
     algorithm, draft = NextN(NextNOptions(steps=steps), plan, Worker(dtype=torch.float32)), Draft()
     context: Any = SimpleNamespace(attention=draft, draft_extend=DraftExtend())
@@ -143,7 +146,7 @@ def test_bad_logits_count_only_where_the_row_got_to() -> None:
         logits[place] = float("nan")
         if place == 0:
             batch.input_ids[1] = 0  # argmax of NaN: the first one
-        made = verify_chain(logits, batch, 3, None, Greedy())
+        made = verify(logits, batch, 3, None, Greedy())
         assert made.bad.tolist() == [bad, False]
 
 
@@ -185,7 +188,9 @@ def test_uncached_tokens_are_paired_with_the_state_before_them() -> None:
     )
     batch.samples = np.array([True, True, False, True])
     tokens = torch.tensor([[20, 21], [30, 0], [0, 0], [32, 0]])
-    made = uncached_tokens(batch, tokens, PAGE)
+    counts = torch.tensor([2, 1, 0, 1], dtype=torch.int32)
+    accepted = Accepted(tokens, counts, torch.zeros(4))
+    made = uncached_tokens(batch, accepted, 1, PAGE)
     assert made.positions.tolist() == [6, 1, 2, 8, 9, 10, 11, 12, 9]
     assert made.input_ids.tolist() == [20, 11, 12, 13, 14, 15, 16, 5, 18]
     # the resumed row begins with the state of its page's last token, which is stored after the
@@ -197,11 +202,7 @@ def test_uncached_tokens_are_paired_with_the_state_before_them() -> None:
         made.kv_slots.tolist()
         == kv_slots_at(batch.page_table[row], made.positions[:, None], PAGE).view(-1).tolist()
     )
-    newest = newest_tokens(
-        batch,
-        Accepted(tokens, torch.tensor([2, 1, 0, 1], dtype=torch.int32), torch.zeros(4)),
-        torch.tensor([1, 3]),
-    )
+    newest = newest_tokens(batch, accepted, torch.tensor([1, 3]))
     assert newest.places is not None and newest.places.tolist() == [0, 1, 3]
     assert newest.tokens.tolist() == [21, 30, 32] and newest.lengths.tolist() == [7, 3, 10]
     assert newest.source.tolist() == [1, 4, 10], "the last accepted token's, or the prompt's last"
@@ -301,14 +302,18 @@ def test_passes_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("options", "field", "said"),
     [
-        ({"topk": 4}, "speculative.topk", "chain"),
+        ({"topk": 0}, "speculative.topk", "1 is a chain"),
+        ({"steps": 2, "topk": 4, "draft_tokens": 22}, "speculative.draft_tokens", "20 drafts"),
+        ({"steps": 2, "topk": 4, "draft_tokens": 3}, "speculative.draft_tokens", "4 drafts"),
+        ({"steps": 15, "topk": 5}, "speculative.topk", "a tree mask names 64"),
+        ({"steps": 5, "topk": 8, "draft_tokens": 65}, "speculative.draft_tokens", "names 64"),
         ({"draft_tokens": 4}, "speculative.draft_tokens", "draft_tokens is 4"),
         ({"steps": 0}, "speculative.steps", "1 to 15"),
         ({"steps": 16}, "speculative.steps", "1 to 15"),
         ({"steps": -3}, "speculative.steps", "1 to 15"),
     ],
 )
-def test_options_that_give_no_chain_are_refused(
+def test_knobs_that_do_not_fit_together_are_refused(
     tmp_path: Path, options: dict[str, int], field: str, said: str
 ) -> None:
     folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)

@@ -27,8 +27,8 @@ from glowplug.core.plugin.offers import (
     SamplerOffers,
     SpeculativeOffers,
 )
-from glowplug.core.plugin.options import SpeculativeOptions
 from glowplug.core.plugin.registry import PluginSet
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 from glowplug.core.testing.harness.fakes import TINY_V3, component, write_model
 from glowplug.plugins.built_in import DEFAULT_PLUGINS
 

@@ -230,8 +230,11 @@ def release_too_early(rows: Rows, row: int) -> None:
     rows.pages.give(rows.table.pages[row, rows.shared[row] : rows.table.num_pages[row]])
 
 
-def keep_one_page_more(rows: Rows, members: np.ndarray, width: int) -> np.ndarray:
-    return np.minimum(rows.table.launched[members] + width, rows.table.max_length[members] - 1) - 1
+def keep_one_page_more(
+    rows: Rows, members: np.ndarray, shape: DraftShape, lookahead: int
+) -> np.ndarray:
+    table = rows.table
+    return np.minimum(table.launched[members] + shape.tokens, table.max_length[members] - 1) - 1
 
 
 def forget_to_move_over(rows: Rows, row: int) -> None:

@@ -76,7 +76,7 @@ def _captures_extend(proposal: Proposal) -> bool:
         chosen for slot in (*CAPTURED_SLOTS, "speculative") for chosen in proposal.chosen[slot]
     ]
     return (
-        proposal.values.lookahead > 0
+        proposal.values.draft_layers > 0
         and not proposal.exchanges
         and all(Mode.DRAFT_EXTEND in chosen.offers.captures_in for chosen in inside)
     )

@@ -135,7 +135,7 @@ def graph_line(
         len(batch_sizes),
         model.num_layers,
         len(captured.pass_tokens),
-        mean_passes(proposal.values.lookahead, shapes),
+        mean_passes(shapes),
         len(captured.extend_tokens),
     )
     kept = kept_bytes(
@@ -169,14 +169,9 @@ def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[in
     )
 
 
-def mean_passes(most: int, shapes: Sequence[DraftShape]) -> float:
-    """Return the mean number of passes of the draft before a step.
-
-    Args:
-        most: most such passes; 0 without a draft model.
-        shapes: sizes of the drafts of a step.
-    """
-    return sum(min(shape.steps, most) for shape in shapes) / len(shapes)
+def mean_passes(shapes: Sequence[DraftShape]) -> float:
+    """Return the mean number of passes of the draft before steps with drafts of these sizes."""
+    return sum(shape.steps for shape in shapes) / len(shapes)
 
 
 def _described(captured: Captured, shapes: int) -> str:

@@ -74,7 +74,7 @@ def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
             rows + 1,
             positions,
             values.page_size,
-            values.width,
+            max(values.width, values.draft_shape.topk),
             heads,
             values.draft_layers > 0,
         )

@@ -8,7 +8,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plan.checks.rules import reads
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.draft_costs import DraftCosts
-from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape
+from glowplug.core.plugin.draft_shape import DraftShape, shorter_shapes
 
 FIELD = "speculative.adaptive"
 TABLE = "speculative.cost_table"
@@ -17,13 +17,8 @@ TUNE = "glowplug tune speculative writes one"
 
 def possible_shapes(proposal: Proposal) -> tuple[DraftShape, ...]:
     """Return ``Decided.draft_shapes`` for the components chosen so far."""
-    speculative = proposal.speculative
-    if speculative is None:
-        return (NO_DRAFTS,)
-    options = speculative.options
-    if _adapts(proposal):
-        return options.draft_shapes()
-    return (options.draft_shape(),)
+    shape = proposal.values.draft_shape
+    return shorter_shapes(shape) if _adapts(proposal) else (shape,)
 
 
 def decide_adaptive(proposal: Proposal) -> None:
@@ -34,7 +29,7 @@ def decide_adaptive(proposal: Proposal) -> None:
     source = proposal.source(FIELD)
     loose = _unable(proposal)
     shapes = proposal.values.draft_shapes
-    names = ", ".join("none" if not s.steps else f"{s.steps}/{s.topk}/{s.tokens}" for s in shapes)
+    names = ", ".join(str(shape) if shape.steps else "none" for shape in shapes)
     if source is not None:
         proposal.decide(FIELD, speculative.options.adaptive, *source)
     elif loose:
@@ -83,7 +78,7 @@ def _table_refusals(proposal: Proposal) -> Iterator[Refusal]:
         return
     lacking = costs.lacking(proposal.values.draft_shapes)
     if lacking:
-        names = ", ".join(f"{shape.steps}/{shape.topk}/{shape.tokens}" for shape in lacking)
+        names = ", ".join(map(str, lacking))
         reason = f"{path} has no seconds for drafts of {names} (steps/topk/tokens)"
         yield Refusal("speculative", TABLE, reason, fix)
 

@@ -99,7 +99,8 @@ def check_width(proposal: Proposal) -> Iterator[Refusal]:
                 "draft fewer tokens",
             ),
         )
-    if speculative.offers.tree and not chosen.offers.tree:
+    tree = speculative.offers.tree or proposal.values.draft_shape.is_tree
+    if tree and not chosen.offers.tree:
         yield refuse(
             proposal,
             "attention",

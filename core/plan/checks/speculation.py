@@ -15,7 +15,7 @@ from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen, ChosenOf
 from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers
-from glowplug.core.plugin.options import SpeculativeOptions
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
 FOLDER = "speculative.draft_model"  #: option with the draft model's folder
 EXPORT = "glowplug export-nextn writes one from the model's own checkpoint"

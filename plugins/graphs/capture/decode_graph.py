@@ -60,6 +60,7 @@ class GraphShape:
         page_size: Tokens per page.
         spare: Row of the sequence table that no sequence uses, for padding rows.
         groups: Number of groups of ranks whose padding is marked; 0: padding is not marked.
+        lookahead: Number of positions behind a row's tokens that drafts write to.
         drafts: Size of the drafts of a row; None: the engine never drafts.
     """
 
@@ -70,6 +71,7 @@ class GraphShape:
     page_size: int
     spare: int
     groups: int = 0
+    lookahead: int = 0
     drafts: DraftShape | None = None
 
     @staticmethod
@@ -98,6 +100,7 @@ class GraphShape:
             sizes.page_size,
             sizes.max_running,
             groups,
+            sizes.lookahead,
             drafts if sizes.width > 1 else None,
         )
 
@@ -141,7 +144,7 @@ class GraphShape:
 
         Each of these entries is the scratch page.
         """
-        return -(-(self.padded_length + self.width) // self.page_size)
+        return -(-(self.padded_length + self.width + self.lookahead) // self.page_size)
 
 
 @dataclass(frozen=True)
