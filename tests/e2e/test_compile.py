@@ -22,7 +22,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "speculative", [{"use": "none"}, {"use": "nextn", "steps": 2}], ids=["plain", "nextn"]
+    "speculative",
+    [{"use": "none"}, {"use": "nextn", "adaptive": False, "steps": 2}],
+    ids=["plain", "nextn"],
 )
 def test_compiled_steps_give_the_plain_tokens(
     tmp_path: Path, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -83,7 +83,7 @@ def test_verification_and_drafts_are_replayed(tmp_path: Path, steps: int) -> Non
     for overlap in (True, False):
         with engine(
             folder,
-            speculative={"use": "nextn", "steps": steps},
+            speculative={"use": "nextn", "adaptive": False, "steps": steps},
             scheduler={"max_running_requests": 9, "overlap": overlap},
         ) as llm:
             assert [tokens(llm, count) for count in (1, 3, 9)] == plain
@@ -109,7 +109,9 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "speculative", [{"use": "none"}, {"use": "nextn", "steps": 2}], ids=["plain", "nextn"]
+    "speculative",
+    [{"use": "none"}, {"use": "nextn", "adaptive": False, "steps": 2}],
+    ids=["plain", "nextn"],
 )
 def test_every_way_of_sampling(tmp_path: Path, speculative: dict[str, Any]) -> None:
     params = [

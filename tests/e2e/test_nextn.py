@@ -41,7 +41,7 @@ def engine(folder: Path, steps: int, **config: Any) -> LLM:
         "memory": {"kv_tokens": 4096},
     }
     if steps:
-        base["speculative"] = {"use": "nextn", "steps": steps}
+        base["speculative"] = {"use": "nextn", "adaptive": False, "steps": steps}
     return LLM(model=str(folder), plugins=["tests.plugins.accepting"], **{**base, **config})
 
 
@@ -294,7 +294,10 @@ def test_the_embedded_model_accepts_most_drafts(steps: int) -> None:
         want = llm.chat(CHAT, ANSWER)
         cut = llm.chat(CHAT[:6], ANSWER.replace(stop=["e", "1"]))
     with LLM(
-        "embedded", dtype="float32", device="cpu", speculative={"use": "nextn", "steps": steps}
+        "embedded",
+        dtype="float32",
+        device="cpu",
+        speculative={"use": "nextn", "adaptive": False, "steps": steps},
     ) as llm:
         got = llm.chat(CHAT, ANSWER)
         stats = llm.stats

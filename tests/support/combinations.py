@@ -126,7 +126,7 @@ class Combination:
         if parallel:
             config["parallel"] = parallel
         if self.steps:
-            config["speculative"] = {"use": "nextn", "steps": self.steps}
+            config["speculative"] = {"use": "nextn", "adaptive": False, "steps": self.steps}
         return {**config, **more}
 
 
