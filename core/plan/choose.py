@@ -213,6 +213,9 @@ def _remark_on_chain(proposal: Proposal) -> None:
         return
     if speculative.options.draft_shape().is_tree and not proposal.values.draft_shape.is_tree:
         why = f"{attention.name} reads causal chains only, so the drafts form a chain"
+        source = proposal.source("speculative.topk")
+        if source is not None:
+            why += f" in spite of {source[1]}"
         proposal.decide("speculative.topk", 1, attention.name, why, notable=True)
 
 

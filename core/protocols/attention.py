@@ -217,9 +217,10 @@ class AttentionBackend(Protocol):
         the device.
 
         Args:
-            sources: KV slots to read, int64 [D, S]. Within a row their positions ascend.
-            targets: KV slots to write, int64 [D, S]. Within a row their positions ascend, and none
-                is behind that of its source. If both slots are equal, the entry is not touched.
+            sources: KV slots to read, int64 [D, S].
+            targets: KV slots to write, int64 [D, S]. An entry whose two slots are equal is not
+                touched. Of the others of a row, the positions of sources and of targets ascend,
+                and no target is behind its source.
             layers: consecutive numbers of layers in the KV pool.
         """
         ...

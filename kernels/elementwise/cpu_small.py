@@ -156,10 +156,12 @@ def attend_row(
     w_uk: Floats,
     w_uv: Floats,
     scale: float,
+    hidden: NDArray[np.bool_] | None = None,
 ) -> Floats:
     """Run absorbed latent attention (see ``kernels.mla.reference``) for one row.
 
-    The last W of the L keys belong to the row's few queries.
+    The last W of the L keys belong to the row's few queries. Without ``hidden`` a query sees its
+    own key and those before it.
 
     Args:
         q_nope: [W, H, N]
@@ -169,6 +171,8 @@ def attend_row(
         w_uk: [H, N, C]
         w_uv: [H, C, V]
         scale: factor on the scores
+        hidden: [W, n], True: the query does not see that key of the last n; all keys before them
+            are seen
 
     Returns:
         [W, H * V]
@@ -177,12 +181,19 @@ def attend_row(
     scores = np.matmul(q_latent, latent.T)
     scores += np.matmul(q_rope, rope.T)
     scores *= np.float32(scale)
-    width = len(scores)
-    keys = len(latent)
-    for query in range(width - 1):
-        scores[query, :, keys - width + 1 + query :] = -np.inf
+    _hide(scores, hidden)
     scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= np.add.reduce(scores, axis=-1, keepdims=True)
-    attended: Floats = np.matmul(np.matmul(scores, latent)[:, :, None], w_uv).reshape(width, -1)
-    return attended
+    attended: Floats = np.matmul(np.matmul(scores, latent)[:, :, None], w_uv)
+    return attended.reshape(len(scores), -1)
+
+
+def _hide(scores: Floats, hidden: NDArray[np.bool_] | None) -> None:
+    """Set the scores [W, H, L] of keys that queries do not see to -inf; see :func:`attend_row`."""
+    width, _, keys = scores.shape
+    if hidden is not None:
+        np.copyto(scores[:, :, keys - hidden.shape[1] :], -np.inf, where=hidden[:, None])
+        return
+    for query in range(width - 1):
+        scores[query, :, keys - width + 1 + query :] = -np.inf

@@ -35,7 +35,7 @@ def _tile(at, filled, D: tl.constexpr, BLOCK_D: tl.constexpr):
 # NOTE: rows may begin anywhere in the tensors of a batch; without do_not_specialize_on_alignment a
 # variant for each alignment would be compiled while serving
 @triton.jit(
-    do_not_specialize=["splits", "first_key", "width", "table_stride"],
+    do_not_specialize=["splits", "first_key", "width", "span", "table_stride"],
     do_not_specialize_on_alignment=["page_table", "kv_lens", "tree_mask"],
 )
 def mha_decode_kernel(
@@ -51,6 +51,7 @@ def mha_decode_kernel(
     splits,
     first_key,
     width,
+    span,
     kv_heads,
     table_stride,
     q_token,
@@ -96,6 +97,7 @@ def mha_decode_kernel(
         q = q.to(tl.float16)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     tree = tl.load(tree_mask + row * width + own, mask=real, other=1) if TREE else own
+    begin = length - (span if TREE else width)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -106,7 +108,7 @@ def mha_decode_kernel(
         key = _tile(k_cache + at, filled, D, BLOCK_D).to(q.dtype)
         value = _tile(v_cache + at, filled, D, BLOCK_D).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
-        seen = paged.visible(n0 + n, length - width, own, tree, first_key, end, TREE)
+        seen = paged.visible(n0 + n, begin, own, tree, first_key, end, TREE)
         weights, kept, top, total = paged.weights(tl.where(seen, scores, float("-inf")), top, total)
         acc = tl.dot(weights.to(q.dtype), value, acc * kept, input_precision=PRECISION)
     norm = tl.sum(total, axis=1)
@@ -176,12 +178,13 @@ def mha_decode(
     tiling: MhaTiling,
     first_key: int = 0,
     tree: Tensor | None = None,
+    tree_span: int = 0,
 ) -> Tensor:
     """Attend queries to a paged cache. An FP8 cache is read as stored, without a scale.
 
     Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
-    L - W + i, both included. With ``tree`` it sees all keys before the row's last W tokens, and of
-    these W tokens it sees token j if bit j of ``tree[row, i]`` is set.
+    L - W + i, both included. With ``tree`` it sees all keys before the row's last S, and of these
+    S keys it sees key j if bit j of ``tree[row, i]`` is set.
 
     Args:
         query: [B * W, H, D]; W is the number of tokens divided by B
@@ -194,6 +197,7 @@ def mha_decode(
         tiling: tiling of the step
         first_key: position of the first visible key
         tree: int64 [B, W] or None
+        tree_span: S, at most 64; 0: W
 
     Returns:
         [B * W, H, D]
@@ -201,30 +205,32 @@ def mha_decode(
     (tokens, heads, dim) = query.shape
     (rows,) = kv_lens.shape
     kv_heads = k_cache.shape[1]
-    out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
+    out = query.new_empty(tokens, heads, dim)
     if not tokens:
         return out
     assert query.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    group = heads // kv_heads
+    width, group = tokens // rows, heads // kv_heads
     splits = tiling.splits
     partial = out
     lse = kv_lens
     if splits > 1:
         partial = query.new_empty(tokens, heads, splits, dim)
-        lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=query.device)
-    mha_decode_kernel[(kv_heads * cdiv(tokens // rows * group, tiling.block_m), rows, splits)](
+        lse = query.new_empty(tokens, heads, splits, dtype=torch.float32)
+    mask, span = paged.tree_arguments(tree, tree_span, kv_lens, width)
+    mha_decode_kernel[(kv_heads * cdiv(width * group, tiling.block_m), rows, splits)](
         query,
         k_cache,
         v_cache,
         page_table,
         kv_lens,
-        tree if tree is not None else kv_lens,
+        mask,
         partial,
         lse,
         scale * paged.LOG2_E,
         splits,
         first_key,
-        tokens // rows,
+        width,
+        span,
         kv_heads,
         page_table.stride(0),
         query.stride(0),
@@ -246,5 +252,5 @@ def mha_decode(
         **dependent_launch.options(),
     )
     if splits > 1:
-        merge(partial, lse, kv_lens, out, tokens // rows * heads, tiling.block_n)
+        merge(partial, lse, kv_lens, out, width * heads, tiling.block_n)
     return out

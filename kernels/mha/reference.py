@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from glowplug.kernels.paged.seen_keys_reference import seen_keys
+
 # NOTE: cuDNN's attention, torch's first choice for 16-bit types, is left out: it builds a plan for
 # every new length, which takes 1 ms per layer and step.
 CUDA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -159,13 +161,13 @@ def paged_reference(
     page_size: int,
     first_key: int = 0,
     tree: Tensor | None = None,
+    tree_span: int = 0,
 ) -> Tensor:
     """Attend decoding rows to a paged cache by the definition, in float64.
 
     Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
-    L - W + i, both included. With ``tree`` it sees all keys before the row's last W tokens, and of
-    these W tokens it sees token j if bit j of ``tree[row, i]`` is set. A query that sees no
-    key gives zeros.
+    L - W + i, both included. With ``tree`` it sees all keys before the row's last S, and of these
+    S keys it sees key j if bit j of ``tree[row, i]`` is set. A query that sees no key gives zeros.
 
     Args:
         query: [B * W, H, D]
@@ -177,6 +179,7 @@ def paged_reference(
         page_size: slots per page
         first_key: position of the first visible key
         tree: int64 [B, W] or None
+        tree_span: S, at most 64; 0: W
 
     Returns:
         float64 [B * W, H, D]
@@ -188,17 +191,9 @@ def paged_reference(
     out = torch.zeros(*query.shape[:2], v_cache.shape[2], dtype=torch.float64, device=query.device)
     for row in range(rows):
         length = int(kv_lens[row])
-        begin = length - width
+        masks = None if tree is None else tree[row]
         for own in range(width):
-            seen = [
-                p
-                for p in range(first_key, length)
-                if (
-                    p <= begin + own
-                    if tree is None or p < begin
-                    else int(tree[row, own]) >> (p - begin) & 1
-                )
-            ]
+            seen = seen_keys(length, width, own, first_key, masks, tree_span)
             if not seen:
                 continue
             at = torch.tensor(seen, device=query.device)

@@ -13,6 +13,7 @@ FlashMLA, DeepSeek-AI 2025).
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -40,7 +41,7 @@ def _load_columns(at, filled, C: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.con
     return tl.load(at[:, None] + c[None, :], mask=filled[:, None] & (c[None, :] < C), other=0.0)
 
 
-@triton.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"])
+@triton.jit(do_not_specialize=["splits", "first_key", "width", "span", "table_stride"])
 def mla_decode_kernel(
     query,
     kv,
@@ -54,6 +55,7 @@ def mla_decode_kernel(
     splits,
     first_key,
     width,
+    span,
     heads,
     table_stride,
     kv_stride: tl.constexpr,
@@ -99,6 +101,7 @@ def mla_decode_kernel(
         q_c = q_c + (_load_columns(q_at, real, C, BLOCK_C, tile * BLOCK_C),)  # type: ignore[assignment]
         acc = acc + (tl.zeros([BLOCK_M, BLOCK_C], tl.float32),)  # type: ignore[assignment]
     tree = tl.load(tree_mask + row * width + own, mask=real, other=1) if TREE else own
+    begin = length - (span if TREE else width)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     n = tl.arange(0, BLOCK_N)
@@ -118,7 +121,7 @@ def mla_decode_kernel(
         scores = tl.dot(q_r, tl.trans(rope), input_precision=PRECISION) * scale
         for tile in tl.static_range(LATENT_TILES):
             scores += tl.dot(q_c[tile], tl.trans(latent[tile]), input_precision=PRECISION) * scale
-        seen = paged.visible(n0 + n, length - width, own, tree, first_key, end, TREE)
+        seen = paged.visible(n0 + n, begin, own, tree, first_key, end, TREE)
         weights, kept, top, total = paged.weights(tl.where(seen, scores, float("-inf")), top, total)
         summed = ()
         for tile in tl.static_range(LATENT_TILES):
@@ -163,13 +166,14 @@ def mla_decode(
     tiling: MlaTiling,
     first_key: int = 0,
     tree: Tensor | None = None,
+    tree_span: int = 0,
     kv_scale: float = 1.0,
 ) -> Tensor:
     """Attend absorbed queries to a paged cache.
 
     Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
-    L - W + i, both included. With ``tree`` it sees all keys before the row's last W tokens, and of
-    these W tokens it sees token j if bit j of ``tree[row, i]`` is set.
+    L - W + i, both included. With ``tree`` it sees all keys before the row's last S, and of these
+    S keys it sees key j if bit j of ``tree[row, i]`` is set.
 
     Args:
         query: [B * W, H, C + R]; W is the number of tokens divided by B
@@ -182,6 +186,7 @@ def mla_decode(
         tiling: tiling of the step, from ``decode_tiling.mla_tiling``
         first_key: position of the first visible key
         tree: int64 [B, W] or None
+        tree_span: S, at most 64; 0: W
         kv_scale: factor on the contents of an FP8 cache
 
     Returns:
@@ -202,6 +207,7 @@ def mla_decode(
             tiling,
             first_key,
             tree,
+            tree_span,
             kv_scale,
             out,
             kv_lens,
@@ -225,6 +231,7 @@ def mla_decode(
         tiling,
         first_key,
         tree,
+        tree_span,
         kv_scale,
         out if merge_here else None,
     )
@@ -244,6 +251,7 @@ def decode_splits(
     tiling: MlaTiling,
     first_key: int = 0,
     tree: Tensor | None = None,
+    tree_span: int = 0,
     kv_scale: float = 1.0,
     merged: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -273,6 +281,7 @@ def decode_splits(
             tiling,
             first_key,
             tree,
+            tree_span,
             kv_scale,
             partial,
             lse,
@@ -291,6 +300,7 @@ def _launch(
     tiling: MlaTiling,
     first_key: int,
     tree: Tensor | None,
+    tree_span: int,
     kv_scale: float,
     out: Tensor,
     lse: Tensor,
@@ -308,26 +318,19 @@ def _launch(
     pairs = tokens // rows * heads
     splits = tiling.splits
     grid = (cdiv(pairs, tiling.block_m), rows, splits)
-    rows_of = (page_table, kv_lens, tree if tree is not None else kv_lens, out, lse)
+    mask, span = paged.tree_arguments(tree, tree_span, kv_lens, tokens // rows)
+    rows_of = (page_table, kv_lens, mask, out, lse)
     rest = (
         scale * kv_scale * paged.LOG2_E,
         kv_scale,
         splits,
         first_key,
         tokens // rows,
+        span,
         heads,
         page_table.stride(0),
     )
-    same = {
-        "C": lora,
-        "R": size - lora,
-        "BLOCK_M": tiling.block_m,
-        "PAGE": page_size,
-        "SPLIT": splits > 1,
-        "TREE": tree is not None,
-        "num_warps": tiling.warps,
-        **dependent_launch.options(),
-    }
+    same = _constants(tiling, lora, size - lora, page_size, tree is not None)
     if tiling.pipeline:
         from glowplug.kernels.mla import decode_hopper
 
@@ -360,3 +363,19 @@ def _launch(
         num_stages=tiling.stages,
         **same,
     )
+
+
+def _constants(
+    tiling: MlaTiling, lora: int, rope: int, page_size: int, tree: bool
+) -> dict[str, Any]:
+    """Return the constants and options that both kernels have."""
+    return {
+        "C": lora,
+        "R": rope,
+        "BLOCK_M": tiling.block_m,
+        "PAGE": page_size,
+        "SPLIT": tiling.splits > 1,
+        "TREE": tree,
+        "num_warps": tiling.warps,
+        **dependent_launch.options(),
+    }

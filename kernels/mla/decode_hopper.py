@@ -71,12 +71,13 @@ def _scores(q_c, q_r, latent, rope, blank, SWAP: gl.constexpr):
 def _visible(pos, begin, own, tree, first_key, end, AXIS: gl.constexpr, TREE: gl.constexpr):
     """Return the mask of keys at ``pos`` [N] that the query tokens ``own`` [M] see.
 
-    The row's own tokens begin at ``begin``.
+    The row's own tokens begin at ``begin``. With TREE bit j of ``tree`` int64 [M] names the key at
+    ``begin + j``, and all keys before ``begin`` are seen.
     """
     key = gl.expand_dims(pos, 1 - AXIS)
     if TREE:
-        bits = gl.expand_dims(tree, AXIS) >> gl.maximum(key - begin, 0).to(gl.int64)
-        seen = (key < begin) | ((bits & 1) != 0)
+        bit = gl.minimum(gl.maximum(key - begin, 0), 63).to(gl.int64)
+        seen = (key < begin) | ((gl.expand_dims(tree, AXIS) >> bit & 1) != 0)
     else:
         seen = key <= gl.expand_dims(begin + own, AXIS)
     return seen & (key >= first_key) & (key < end)
@@ -206,7 +207,7 @@ def _merge_splits(
     )
 
 
-@gluon.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"])
+@gluon.jit(do_not_specialize=["splits", "first_key", "width", "span", "table_stride"])
 def mla_decode_hopper_kernel(
     query,
     latent_at,
@@ -223,6 +224,7 @@ def mla_decode_hopper_kernel(
     splits,
     first_key,
     width,
+    span,
     heads,
     table_stride,
     C: gl.constexpr,
@@ -288,6 +290,7 @@ def mla_decode_hopper_kernel(
     pair = block * BLOCK_M + gl.arange(0, BLOCK_M, m_layout)
     own = pair // heads
     tree = gl.load(tree_mask + row * width + own, mask=pair < pairs, other=1) if TREE else own
+    begin = length - (span if TREE else width)
     top, total = gl.full([BLOCK_M], float("-inf"), gl.float32, m_layout), blank
     n = gl.arange(0, TILE, gl.SliceLayout(1 - AXIS, s_layout))
     for tile in range(tiles):
@@ -299,7 +302,7 @@ def mla_decode_hopper_kernel(
             latent.index(stage), rope.index(stage), wide, wide_r, first_key - n0, end - n0, C, R
         )
         scores = _scores(q_c, q_r, here, here_r, blank, AXIS == 0)
-        seen = _visible(n0 + n, length - width, own, tree, first_key, end, AXIS, TREE)
+        seen = _visible(n0 + n, begin, own, tree, first_key, end, AXIS, TREE)
         weights, kept, top, total = _weights(
             gl.where(seen, scores * scale, float("-inf")), top, total, AXIS
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
 from glowplug.kernels.elementwise.rope_reference import rotate_reference
 from glowplug.kernels.formats.fp8 import E4M3_MAX, Blocks, dequantize_weight
+from glowplug.kernels.paged.seen_keys_reference import seen_keys
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
@@ -230,6 +231,7 @@ def paged_latent_reference(
     lora: int,
     first_key: int = 0,
     tree: Tensor | None = None,
+    tree_span: int = 0,
 ) -> Tensor:
     """Attend absorbed queries to a paged cache, row by row in float64.
 
@@ -245,8 +247,8 @@ def paged_latent_reference(
         page_size: slots per page
         lora: C
         first_key: position of the first visible key
-        tree: int64 [B, W]: bit j set means that the query sees token j of the row's own W tokens,
-            which are its last keys
+        tree: int64 [B, W]: bit j set means that the query sees key j of the row's last S keys
+        tree_span: S, at most 64; 0: W
 
     Returns:
         float64 [B * W, H, C]
@@ -256,18 +258,16 @@ def paged_latent_reference(
     width = tokens // rows
     out = torch.zeros(tokens, heads, lora, dtype=torch.float64, device=query.device)
     for row in range(rows):
-        length = int(kv_lens[row])
-        at = torch.arange(first_key, max(length, first_key), device=query.device)
-        keys = kv[page_table[row].long()[at // page_size] * page_size + at % page_size].double()
-        own = at - (length - width)
-        for token in range(width if len(at) else 0):
-            seen = own <= token
-            if tree is not None:
-                seen = (own < 0) | (tree[row, token] >> own.clamp(min=0) & 1).bool()
-            if seen.any():
+        pages, length = page_table[row].long(), int(kv_lens[row])
+        masks = None if tree is None else tree[row]
+        for token in range(width):
+            seen = seen_keys(length, width, token, first_key, masks, tree_span)
+            if seen:
+                at = torch.tensor(seen, device=query.device)
+                keys = kv[pages[at // page_size] * page_size + at % page_size].double()
                 index = row * width + token
-                weights = torch.softmax(query[index].double() @ keys[seen].T * scale, dim=-1)
-                out[index] = weights @ keys[seen, :lora]
+                weights = torch.softmax(query[index].double() @ keys.T * scale, dim=-1)
+                out[index] = weights @ keys[:, :lora]
     return out
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 TYPICAL_TILES = 32  #: tiles of the row length for which the number of splits is chosen: 2048 keys
 LOG2_E = 1.4426950408889634
@@ -19,11 +20,13 @@ LOG2_E = 1.4426950408889634
 def visible(pos, begin, own, tree, first_key, end, TREE: tl.constexpr):
     """Return the mask [M, N] of keys at ``pos`` [N] that the query tokens ``own`` [M] see.
 
-    The row's own tokens begin at ``begin``.
+    The row's own tokens begin at ``begin``. With TREE bit j of ``tree`` int64 [M] names the key at
+    ``begin + j``, and all keys before ``begin`` are seen.
     """
     if TREE:
         mine = (pos - begin)[None, :]
-        seen = (mine < 0) | ((tree[:, None] >> tl.maximum(mine, 0).to(tl.int64)) & 1 != 0)
+        bit = tl.minimum(tl.maximum(mine, 0), 63).to(tl.int64)
+        seen = (mine < 0) | ((tree[:, None] >> bit) & 1 != 0)
     else:
         seen = pos[None, :] <= begin + own[:, None]
     return seen & ((pos >= first_key) & (pos < end))[None, :]
@@ -59,6 +62,23 @@ def weights(scores, top, total):
     fresh = tl.exp2(scores - base[:, None])
     kept = tl.exp2(top - base)[:, None]
     return fresh, kept, higher, total * kept + fresh
+
+
+def tree_arguments(
+    tree: Tensor | None, tree_span: int, unread: Tensor, width: int
+) -> tuple[Tensor, int]:
+    """Return a kernel's arguments ``tree_mask`` and ``span`` for rows of ``width`` tokens.
+
+    Args:
+        tree: masks, int64 [B, W]; None for chains
+        tree_span: keys that a mask names; 0: ``width``
+        unread: tensor in place of the masks of chains
+        width: W
+    """
+    if tree is None:
+        return unread, width
+    assert tree.is_contiguous()
+    return tree, tree_span or width
 
 
 def best_splits(blocks: int, tiles: int, programs: int) -> int:

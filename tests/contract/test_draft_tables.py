@@ -54,7 +54,7 @@ def _libraries() -> Iterator[None]:
 class OfDrafts(ProjectedSuite):
     """The suite of every backend with memory reserved for drafts."""
 
-    name = ""
+    name, tree = "", False
     page_sizes, page_size, max_width = (64,), 64, 2
     nope, rope, value, lora = 16, 64, 8, 512
 

@@ -44,6 +44,7 @@ def _nothing_yet() -> None:
 
 
 class Suite(ProjectedSuite):
+    tree = False
     wide = 1  #: tokens of a decoding row in the plan
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:

@@ -47,6 +47,7 @@ def _no_calls() -> None:
 
 
 class TestFlashMla(ProjectedSuite):
+    tree = False
     page_sizes, page_size, max_width = (64,), 64, 2
     nope, rope, value, lora = 16, 64, 8, 512
 

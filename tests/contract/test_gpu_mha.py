@@ -154,6 +154,8 @@ class TestTritonFp8E5m2(TestTriton):
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 class TestFa3(GpuMhaSuite):
+    tree = False
+
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")
         from glowplug.plugins.attention.mha.fa3 import Fa3MhaOptions
@@ -165,7 +167,7 @@ class TestFa3(GpuMhaSuite):
 class TestHopper(TestFa3):
     """The choice between the two, set as the table makes it for some steps and for others."""
 
-    kernel, page_sizes = "triton", (64,)
+    kernel, page_sizes, tree = "triton", (64,), True
 
     @pytest.fixture(autouse=True)
     def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:

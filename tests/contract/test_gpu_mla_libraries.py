@@ -18,6 +18,8 @@ HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 @pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")
 class TestFa3(GpuMlaSuite):
+    tree = False
+
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")
         from glowplug.plugins.attention.mla.fa3 import Fa3MlaOptions
@@ -34,7 +36,7 @@ class TestFa3AtV3Heads(TestFa3):
 
 @pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")
 class TestFlashMla(GpuMlaSuite):
-    page_sizes = (64,)
+    page_sizes, tree = (64,), False
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")
@@ -116,7 +118,7 @@ class TestHopper(TestFlashMla):
     and for few.
     """
 
-    kernel = "flashmla"
+    kernel, tree = "flashmla", True
 
     @pytest.fixture(autouse=True)
     def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +175,8 @@ class TestHopperWithAnFp8Cache(TestHopper):
 
 @pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")
 class TestFlashInfer(GpuMlaSuite):
+    tree = False
+
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("flashinfer")
         from glowplug.plugins.attention.mla.flashinfer import FlashInferMlaOptions

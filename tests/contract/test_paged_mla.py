@@ -67,6 +67,8 @@ class PlainMla(PagedMla):
 
 
 class TestPagedMla(ProjectedSuite):
+    tree = False
+
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         return PlainMla(AttentionOptions(use="plain"), plan, worker)
 

@@ -68,13 +68,33 @@ def asked(first: int = 0) -> list[Submit]:
     return [submit(first + i, prompt, 10 + 3 * i) for i, prompt in enumerate(prompts())]
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> list[list[int]]:
+TREE = replace(ALONE, steps=3, topk=3)
+TREES = {
+    "together": TREE,
+    "no overlap": replace(TREE, overlap=False),
+    "chunked": replace(TREE, chunked=True),
+    "tp2": replace(TREE, tp=2),
+    "dp2": replace(TREE, tp=2, dp=2),
+    "dp2 ep4": replace(TREE, tp=4, ep=4, dp=2),
+}
+
+
+def gained_alone(one: Combination, folder: Path) -> list[list[int]]:
     """Tokens a step of each request run alone: nothing else in the batch, nothing in the cache."""
-    with engine(replace(ALONE, radix=False), folder) as ranks:
+    with engine(replace(one, radix=False), folder) as ranks:
         for request in asked():
             ranks.run([request])
-        counts = [ranks.collected[i].counts for i in range(len(prompts()))]
+        return [ranks.collected[i].counts for i in range(len(prompts()))]
+
+
+@pytest.fixture(scope="module")
+def alone_with_trees(folder: Path) -> list[list[int]]:
+    return gained_alone(TREE, folder)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[int]]:
+    counts = gained_alone(ALONE, folder)
     drafted = sum(len(steps) - 1 for steps in counts)
     assert 1.2 < sum(sum(steps[1:]) for steps in counts) / drafted < 2.8, (
         "some drafts have to be accepted"
@@ -89,7 +109,20 @@ def test_accept_lengths_depend_on_nothing_around(
     """Each request gains the same tokens in each step: in batches, padded groups and split models,
     with a cold and a warm cache.
     """
-    with engine(VARIANTS[name], folder) as ranks:
+    gains_as_alone(VARIANTS[name], folder, alone)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_gain_the_same_in_any_company(
+    folder: Path, alone_with_trees: list[list[int]], alone: list[list[int]], name: str
+) -> None:
+    gains_as_alone(TREES[name], folder, alone_with_trees)
+    steps = [sum(len(row) for row in found) for found in (alone_with_trees, alone)]
+    assert steps[0] < steps[1], "wider drafts need fewer steps"
+
+
+def gains_as_alone(one: Combination, folder: Path, alone: list[list[int]]) -> None:
+    with engine(one, folder) as ranks:
         ranks.run(asked())
         ranks.run(asked(100))
         collected = ranks.collected
@@ -97,7 +130,7 @@ def test_accept_lengths_depend_on_nothing_around(
     for first in (0, 100):
         assert [collected[first + i].counts for i in range(len(alone))] == alone, first
     hits = [collected[100 + i].admitted for i in range(len(alone))]
-    assert (sum(one.cached_tokens for one in hits if one) > 0) == VARIANTS[name].radix
+    assert (sum(found.cached_tokens for found in hits if found) > 0) == one.radix
 
 
 @pytest.mark.parametrize("steps", [1, 3])

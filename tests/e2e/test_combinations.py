@@ -17,6 +17,7 @@ from tests.support.combinations import (
     reference,
     run,
     sample,
+    trees,
 )
 
 SAMPLED = 28
@@ -67,6 +68,22 @@ def test_same_tokens_with_copies_of_experts(known: Reference, one: Combination) 
     run(one, known)
 
 
+@pytest.mark.parametrize(
+    "one",
+    [
+        Combination(steps=3, topk=4),
+        Combination(steps=2, topk=3, radix=False, chunked=True),
+        Combination(tp=2, steps=3, topk=2, chunked=True),
+        Combination(tp=2, dp=2, steps=2, topk=4),
+        Combination(tp=4, ep=2, dp=2, steps=3, topk=3),
+        Combination(tp=4, ep=4, dp=4, steps=2, topk=2, overlap=False),
+    ],
+    ids=lambda one: one.name,
+)
+def test_same_tokens_with_trees_of_drafts(known: Reference, one: Combination) -> None:
+    run(one, known)
+
+
 def test_the_sample_covers_every_layout() -> None:
     everything = {(one.tp, one.ep, one.dp) for one in matrix() if one.fits}
     found = sample(SAMPLED, seed=20)
@@ -99,7 +116,9 @@ def test_layouts_that_do_not_fit_are_refused(known: Reference, one: Combination)
 )
 def test_every_combination(known: Reference, layout: tuple[int, int, int]) -> None:
     cells = [
-        one for one in matrix() + exchanges() if one.fits and (one.tp, one.ep, one.dp) == layout
+        one
+        for one in matrix() + exchanges() + trees()
+        if one.fits and (one.tp, one.ep, one.dp) == layout
     ]
     assert len(cells) >= 32
     for one in cells:

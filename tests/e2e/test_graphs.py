@@ -71,6 +71,9 @@ def generate(
 
 
 NEXTN = {"speculative": {"use": "nextn", "adaptive": False, "steps": 2}}
+TREES = {
+    "speculative": {"use": "nextn", "adaptive": False, "steps": 3, "topk": 3, "draft_tokens": 8}
+}
 
 
 @pytest.mark.parametrize(
@@ -81,8 +84,10 @@ NEXTN = {"speculative": {"use": "nextn", "adaptive": False, "steps": 2}}
         {"cache": {"use": "none"}},
         NEXTN,
         {**NEXTN, "attention": {"page_size": 4}},
+        TREES,
+        {**TREES, "attention": {"page_size": 4}},
     ],
-    ids=["plain", "page_1", "no_cache", "nextn", "nextn_page_4"],
+    ids=["plain", "page_1", "no_cache", "nextn", "nextn_page_4", "trees", "trees_page_4"],
 )
 def test_replayed_steps_give_the_eager_tokens(folder: Path, more: dict[str, Any]) -> None:
     for count in (1, 3, 7):
@@ -99,7 +104,7 @@ def test_replayed_steps_give_the_eager_tokens(folder: Path, more: dict[str, Any]
         )
 
 
-@pytest.mark.parametrize("more", [{}, NEXTN], ids=["plain", "nextn"])
+@pytest.mark.parametrize("more", [{}, NEXTN, TREES], ids=["plain", "nextn", "trees"])
 def test_every_way_of_sampling(folder: Path, more: dict[str, Any]) -> None:
     """Requests join, leave and change the batch's shape; some of their steps sample outside the
     graphs.

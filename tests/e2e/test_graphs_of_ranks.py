@@ -53,7 +53,7 @@ def plugins() -> PluginSet:
 
 
 def config_of(
-    folder: Path, parallel: list[dict[str, Any]], nextn: int, passes: bool = False
+    folder: Path, parallel: list[dict[str, Any]], nextn: int, passes: bool = False, topk: int = 1
 ) -> Any:
     config: dict[str, Any] = {
         "model": str(folder),
@@ -71,7 +71,7 @@ def config_of(
     if parallel:
         config["parallel"] = parallel
     if nextn:
-        config["speculative"] = {"use": "nextn", "adaptive": False, "steps": nextn}
+        config["speculative"] = {"use": "nextn", "adaptive": False, "steps": nextn, "topk": topk}
     return config
 
 
@@ -92,14 +92,14 @@ def tokens_of(
     return found, replays
 
 
-@pytest.mark.parametrize("nextn", [0, 1, 3])
+@pytest.mark.parametrize(("nextn", "topk"), [(0, 1), (1, 1), (3, 1), (2, 3)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_replay_the_steps_of_one(
-    layout: str, nextn: int, tmp_path: Path, plugins: PluginSet
+    layout: str, nextn: int, topk: int, tmp_path: Path, plugins: PluginSet
 ) -> None:
     folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
-    wanted, _ = tokens_of(config_of(folder, [], nextn), plugins)
-    found, replays = tokens_of(config_of(folder, LAYOUTS[layout], nextn), plugins)
+    wanted, _ = tokens_of(config_of(folder, [], nextn, topk=topk), plugins)
+    found, replays = tokens_of(config_of(folder, LAYOUTS[layout], nextn, topk=topk), plugins)
     assert found == wanted
     assert len(replays[0]) >= 5
     assert all(sizes == replays[0] for sizes in replays), "ranks replay graphs of the same sizes"

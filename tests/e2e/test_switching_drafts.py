@@ -163,9 +163,7 @@ def test_ranks_switch_together(
     messages = [submit(id, prompt, 24) for id, prompt in REQUESTS.items()]
     with RankSet(rank_plan(config_of(folder, {}, scheduler=scheduler), plugins), plugins) as alone:
         wanted = {id: list(one.tokens) for id, one in alone.run(messages).items()}
-    config = config_of(
-        folder, {"steps": 3}, parallel=LAYOUTS[layout], scheduler=scheduler, **more
-    )
+    config = config_of(folder, {"steps": 3}, parallel=LAYOUTS[layout], scheduler=scheduler, **more)
     switching.take()
     with RankSet(rank_plan(config, plugins), plugins) as ranks:
         found = {id: list(one.tokens) for id, one in ranks.run(messages).items()}

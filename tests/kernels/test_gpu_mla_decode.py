@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 from glowplug.kernels.mla import decode_tiling
 from tests.kernels.test_triton_mla_decode import Case
+from tests.kernels.tree_masks import random_masks
 
 pytestmark = pytest.mark.gpu
 SIZES = {"lora": 512, "rope": 64}
@@ -89,6 +90,8 @@ def test_trees_and_a_first_key(heads: int, ring: bool) -> None:
     )
     random = np.random.default_rng(4).integers(0, 1 << 7, (len(LENGTHS), 7))
     case.tree = torch.from_numpy(random | 1 << np.arange(7)).cuda()
+    case.check(chosen(case, ring), 1e-2)
+    case.tree, case.tree_span = random_masks(len(LENGTHS), 7, 64).cuda(), 64
     case.check(chosen(case, ring), 1e-2)
     case.tree = None
     case.check(chosen(case, ring), 1e-2)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from glowplug.kernels.mha import reference as mha
 from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
+from tests.kernels.tree_masks import random_masks
 
 pytest.importorskip("triton")
 from glowplug.kernels.mha import decode as kernel
@@ -53,6 +54,7 @@ class Case:
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         self.page, self.first_key, self.width, self.scale = page, first_key, width, dim**-0.5
         self.tree: Tensor | None = None
+        self.tree_span = 0
 
     def cut(self, **changes: int) -> kernel.MhaTiling:
         heads, dim = self.query.shape[1:]
@@ -77,6 +79,7 @@ class Case:
                     self.page,
                     self.first_key,
                     None if self.tree is None else self.tree[own],
+                    self.tree_span,
                 )
             )
             at += count
@@ -94,6 +97,7 @@ class Case:
             cut,
             self.first_key,
             self.tree,
+            self.tree_span,
         )
         torch.testing.assert_close(got.double(), self.expected(), rtol=tolerance, atol=tolerance)
 
@@ -138,6 +142,15 @@ def test_trees() -> None:
     case = Case([7, 20, 37], width=7, seed=4)
     random = np.random.default_rng(4).integers(0, 1 << 7, (3, 7))
     case.tree = torch.from_numpy(random | 1 << np.arange(7)).to(DEVICE)
+    case.check(case.cut(block_n=16, splits=2))
+
+
+@pytest.mark.parametrize(("width", "span"), [(1, 5), (3, 20), (2, 64)])
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_masks_name_keys_of_earlier_passes(width: int, span: int, first_key: int) -> None:
+    """With 64 keys every mask has its sign bit set; one row has fewer keys than its mask names."""
+    case = Case([19, 64, 70], width=width, first_key=first_key, seed=span)
+    case.tree, case.tree_span = random_masks(3, width, span).to(DEVICE), span
     case.check(case.cut(block_n=16, splits=2))
 
 

@@ -1,5 +1,5 @@
 """Latent attention's kernels compile for Hopper on a machine without one, which the interpreter
-does not test: the prologue's, and those that leave KV splits to W_UV's GEMM.
+does not test: the prologue's, those that leave KV splits to W_UV's GEMM, and moves of entries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tests.support.compiled import build
 from glowplug.kernels.paged import merge_states as merge
 from glowplug.kernels.mla import absorbed_fp8 as fp8
 from glowplug.kernels.mla import expand as mla_expand
-from glowplug.kernels.mla import cache_entries, head_gemms, prologue
+from glowplug.kernels.mla import cache_entries, decode, head_gemms, prologue
+from glowplug.kernels.paged import move_entries
 from glowplug.kernels.mla import value_projection as mla_values
 
 x = "*bf16"
@@ -52,6 +53,16 @@ build(cache_entries._in_e4m3, dict(query=x, out="*fp8e4nv"), dict(LINE=64, LINES
 build(mla_expand._spread, dict(rotary=x, keys=x), dict(SIZE=64, BLOCK=64, ROWS=64, DEPENDENT=True))
 build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"),
       dict(SIZE=128, BLOCK=128, ROWS=8))
+for cache in (x, "*fp8e4nv"):
+    build(decode.mla_decode_kernel,
+          dict(query=x, kv=cache, page_table="*i32", kv_lens="*i32", tree_mask="*i64", out=x,
+               lse="*fp32", scale="fp32", kv_scale="fp32"),
+          dict(kv_stride=576, C=512, R=64, BLOCK_C=128, BLOCK_R=64, LATENT_TILES=4, BLOCK_M=16,
+               BLOCK_N=64, PAGE=64, SPLIT=True, STAGES=2, TREE=True, PRECISION="tf32",
+               DEPENDENT=True), num_warps=4, num_stages=2)
+for word in move_entries.WORDS.values():
+    build(move_entries.move_entries_kernel, dict(sources="*i64", targets="*i64", table="*i64"),
+          dict(WORD=word, BLOCK=256, MOVES=move_entries.MOVES_AT_ONCE))
 """
 
 
@@ -61,13 +72,14 @@ from tests.support.compiled import build, gl, tile
 from glowplug.kernels.mla.decode_hopper import mla_decode_hopper_kernel
 
 for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
-    for flat in (False, True):
+    for flat, tree in ((False, False), (True, False), (False, True)):
         made = build(mla_decode_hopper_kernel,
-                     dict(query="*bf16", page_table="*i32", kv_lens="*i32", tree_mask="*i32",
-                     out="*bf16", lse="*fp32", merged="*bf16", tickets="*i32", scale="fp32",
+                     dict(query="*bf16", page_table="*i32", kv_lens="*i32",
+                     tree_mask="*i64" if tree else "*i32", out="*bf16", lse="*fp32",
+                     merged="*bf16", tickets="*i32", scale="fp32",
                      kv_scale="fp32",
                      latent_at=tile(64, 512, cache), rope_at=tile(64, 64, cache)),
-                     dict(C=512, R=64, BLOCK_M=16, STAGES=ring, PAGE=64, SPLIT=True, TREE=False,
+                     dict(C=512, R=64, BLOCK_M=16, STAGES=ring, PAGE=64, SPLIT=True, TREE=tree,
                           MERGED_SPLITS=0,
                           FLAT=flat, DEPENDENT=True), num_warps=4, launch_pdl=True)
         steps = re.findall(r"fence.proxy.async|bar.sync|wgmma.fence|st.shared.v4|stmatrix",
@@ -84,11 +96,11 @@ for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
 
 @pytest.mark.slow
 def test_decoding_for_hopper_compiles() -> None:
-    """Splits are stored in rows and side by side, of a cache in 16 bits and in FP8, whose pipeline
-    is longer. Stores of threads to shared memory are fenced, and waited for, before the tensor
-    cores read them: the compiler adds neither.
+    """Splits are stored in rows and side by side, of chains and of trees, of a cache in 16 bits and
+    in FP8, whose pipeline is longer. Stores of threads to shared memory are fenced, and waited for,
+    before the tensor cores read them: the compiler adds neither.
     """
-    assert uninterpreted.printed("-c", DECODE).split() == ["mla_decode_hopper_kernel"] * 4
+    assert uninterpreted.printed("-c", DECODE).split() == ["mla_decode_hopper_kernel"] * 6
 
 
 @pytest.mark.slow
@@ -103,4 +115,6 @@ def test_they_compile_for_hopper() -> None:
         "_in_e4m3",
         "_spread",
         "_merge_into",
+        *["mla_decode_kernel"] * 2,
+        *["move_entries_kernel"] * 4,
     ]

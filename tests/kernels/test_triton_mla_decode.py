@@ -15,6 +15,7 @@ from glowplug.kernels.launch import cuda_arch
 from glowplug.kernels.mla import reference as mla
 from glowplug.plugins.attention.shared import decode_choice
 from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
+from tests.kernels.tree_masks import random_masks
 
 pytest.importorskip("triton")
 from glowplug.kernels.mla import (
@@ -65,6 +66,7 @@ class Case:
             first_key,
         )
         self.scale, self.tree = (lora + rope) ** -0.5, None
+        self.tree_span = 0
         self.kv_scale = 1.0
 
     def cut(self, **changes: int) -> decode_tiling.MlaTiling:
@@ -85,6 +87,7 @@ class Case:
             cut,
             self.first_key,
             self.tree,
+            self.tree_span,
             self.kv_scale,
         )
 
@@ -100,6 +103,7 @@ class Case:
             self.lora,
             self.first_key,
             self.tree,
+            self.tree_span,
         )
         torch.testing.assert_close(self.run(cut).double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -132,6 +136,15 @@ def test_trees(parts: int) -> None:
     random = np.random.default_rng(4).integers(0, 1 << 7, (3, 7))
     case.tree = torch.from_numpy(random | 1 << np.arange(7)).to(DEVICE)
     case.check(case.cut(block_n=16, splits=2, latent_tiles=parts))
+
+
+@pytest.mark.parametrize(("width", "span"), [(1, 5), (3, 20), (2, 64)])
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_masks_name_keys_of_earlier_passes(width: int, span: int, first_key: int) -> None:
+    """With 64 keys every mask has its sign bit set; one row has fewer keys than its mask names."""
+    case = Case([19, 64, 70], width=width, first_key=first_key, seed=span)
+    case.tree, case.tree_span = random_masks(3, width, span).to(DEVICE), span
+    case.check(case.cut(block_n=16, splits=2))
 
 
 def test_a_chain_is_a_tree() -> None:
@@ -219,6 +232,7 @@ def parts_of(case: Case, cut: decode_tiling.MlaTiling) -> tuple[Tensor, Tensor]:
         cut,
         case.first_key,
         case.tree,
+        case.tree_span,
         case.kv_scale,
     )
     for row, length in enumerate(case.lengths.tolist()):

@@ -14,6 +14,8 @@ import pytest
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan.checks.speculation import tokenizer_difference
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
 
 NEXTN = {**TINY_V3, "num_nextn_predict_layers": 1}
@@ -80,8 +82,9 @@ def test_the_checkpoints_own_layer(planned: Any, make: Make, steps: int) -> None
     assert (plan.sizes.draft_layers, plan.sizes.width, plan.sizes.lookahead) == (
         1,
         steps + 1,
-        steps,
+        1,
     )
+    assert plan.sizes.draft_shape == DraftShape.chain(steps)
     assert (plain.sizes.draft_layers, plain.sizes.width, plain.sizes.lookahead) == (0, 1, 0)
     lines, before = ({line.name: line.bytes for line in p.budget} for p in (plan, plain))
     assert lines["weights"] == before["weights"] and lines["draft weights"] > 0
@@ -116,7 +119,34 @@ def test_a_sequence_leaves_room_for_what_is_drafted(planned: Any, make: Make) ->
     }
     assert planned(config).sizes.context_length == 320 - 1
     plan = planned({**config, "speculative": speculative(steps=3)})
-    assert plan.sizes.context_length == 320 - 4 - 3 and plan.sizes.positions == 320
+    assert plan.sizes.context_length == 320 - 4 - 1 and plan.sizes.positions == 320
+
+
+def test_a_tree_has_room_for_the_entries_of_its_passes(planned: Any, make: Make) -> None:
+    """Five steps of four branches compute 17 tokens of the draft, eight are verified."""
+    config = {
+        "model": str(make("target", NEXTN)),
+        "memory": {"kv_tokens": 320},
+        "attention": {"page_size": 16},
+        "speculative": speculative(steps=5, topk=4, draft_tokens=8),
+    }
+    sizes = planned(config).sizes
+    assert sizes.draft_shape == DraftShape(5, 4, 8)
+    assert sizes.width == 8 and sizes.lookahead == 17 - 8 and sizes.positions == 320
+
+
+def test_attention_for_chains_turns_a_given_tree_into_a_chain(planned: Any, make: Make) -> None:
+    """The operator's choice of attention is kept, and the plan states the chain."""
+    folder = str(make("target", NEXTN))
+    tree = speculative(steps=2, topk=4, draft_tokens=4)
+    chains = {"attention": {"use": "chains_only"}}
+    plugins = load_plugins(["tests.plugins.chains_only"], entry_points=False)
+    plan = planned({"model": folder, "speculative": tree, **chains}, plugins=plugins)
+    assert plan.sizes.draft_shape == DraftShape.chain(2) and plan.sizes.width == 3
+    remark = next(d for d in plan.decisions if d.field == "speculative.topk" and d.notable)
+    assert remark.value == 1 and "causal chains only" in remark.why
+    free = planned({"model": folder, "speculative": tree}, plugins=plugins)
+    assert free.sizes.draft_shape == DraftShape(2, 4, 4)
 
 
 def test_a_folder_of_its_own(planned: Any, make: Make) -> None:
@@ -178,7 +208,13 @@ def test_a_family_without_such_layers(refusals: Any, llama: Path) -> None:
             "a chain of 3 steps verifies 4",
             "= 4",
         ),
-        ({"topk": 4}, "speculative.topk", "topk is 4", "topk = 1"),
+        ({"topk": 0}, "speculative.topk", "topk is 0", "topk = 1"),
+        (
+            {"steps": 1, "topk": 4, "draft_tokens": 6},
+            "speculative.draft_tokens",
+            "1 steps of 4 branches make 4 drafts at most",
+            "= 5",
+        ),
         ({"steps": 0}, "speculative.steps", "steps is 0", "steps = 1"),
         ({"steps": 99}, "speculative.steps", "steps is 99", "steps = 15"),
     ],
@@ -229,7 +265,7 @@ def test_everything_wrong_with_a_draft_at_once(refusals: Any, make: Make) -> Non
     reasons = " ".join(
         r.reason
         for r in refusals(
-            {"model": str(target), "speculative": speculative(draft_model=str(draft), topk=2)}
+            {"model": str(target), "speculative": speculative(draft_model=str(draft), topk=0)}
         )
     )
     for part in (
@@ -238,7 +274,7 @@ def test_everything_wrong_with_a_draft_at_once(refusals: Any, make: Make) -> Non
         "vocabulary size",
         "kind of attention is mha",
         "another tokenizer",
-        "topk is 2",
+        "topk is 0",
     ):
         assert part in reasons, part
 

@@ -17,6 +17,7 @@ import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.cli.flags.command_line import read_command_line
@@ -286,6 +287,31 @@ OTHERS: dict[str, tuple[str, Values]] = {
             "option.speculative.topk": 1,
         },
     ),
+    "--tp 8 --speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 4 "
+    "--speculative-num-draft-tokens 4": (
+        V3,
+        {
+            "mesh.tp": 8,
+            "speculative.use": "nextn",
+            "sizes.width": 4,
+            "sizes.draft_shape": DraftShape(2, 4, 4),
+        },
+    ),
+    "--tp 8 --speculative-algorithm NEXTN --speculative-num-steps 5 --speculative-eagle-topk 4 "
+    "--speculative-num-draft-tokens 8": (
+        V3,
+        {"mesh.tp": 8, "sizes.width": 8, "sizes.draft_shape": DraftShape(5, 4, 8)},
+    ),
+    "--tp 8 --attention-backend fa3 --speculative-algorithm EAGLE --speculative-num-steps 2 "
+    "--speculative-eagle-topk 4 --speculative-num-draft-tokens 4": (
+        V3,
+        {
+            "attention.use": "fa3_mla",
+            "speculative.topk": 1,
+            "sizes.width": 3,
+            "sizes.draft_shape": DraftShape.chain(2),
+        },
+    ),
     "--tp-size 16 --trust-remote-code --enable-ep-moe --ep-size 16 --enable-dp-attention "
     "--dp-size 16 --enable-flashinfer-mla --disable-radix-cache --max-running-requests 768 "
     "--mem-fraction-static 0.7 --dist-timeout 3600": (
@@ -393,14 +419,6 @@ OTHERS_REFUSED: dict[str, tuple[str, dict[str, str]]] = {
         {
             "quantization.use": "the checkpoint is already quantized",
             "attention.kv_dtype": "not in fp8_e5m2",
-        },
-    ),
-    "--tp 8 --speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 4 "
-    "--speculative-num-draft-tokens 4": (
-        V3,
-        {
-            "speculative.topk": "drafts a chain",
-            "speculative.draft_tokens": "a chain of 2 steps verifies 3",
         },
     ),
     "--tp 14 --dist-init-addr 10.0.0.1:5000 --nnodes 2 --node-rank 0 --enable-torch-compile": (

@@ -280,9 +280,12 @@ def test_width_and_trees(refused, planned) -> None:
         fits.sizes.width == 2
         and fits.sizes.max_step_tokens == fits.sizes.chunk_size + 2 * fits.sizes.max_running
     )
-    trees = with_components(speculative=[drafter(tree=True)])
-    found = refused({"speculative": {"use": "drafter"}}, plugins=trees)
-    assert any("tree" in refusal.reason for refusal in found.values())
+    chains = component("attention", "chains", AttentionOffers(kinds=MLA))
+    trees = with_components(attention=[chains], speculative=[drafter(tree=True)])
+    given = {"attention": {"use": "chains"}, "speculative": {"use": "drafter"}}
+    found = refused(given, plugins=trees)["attention.use"]
+    assert "tree" in found.reason and "torch_mla" in found.fix
+    assert planned({"speculative": {"use": "drafter"}}, plugins=trees).sizes.width == 4
 
 
 def test_modes_on_the_steps_path(refused) -> None:

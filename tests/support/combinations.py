@@ -57,7 +57,7 @@ MANY = (8, 16)  #: numbers of ranks whose layouts are tested with few other opti
 @dataclass(frozen=True)
 class Combination:
     """One cell. ``ep`` and ``dp`` of 0 are off; ``exchange`` is ep_moe's, ``copies`` its number of
-    redundant experts.
+    redundant experts; ``topk`` above 1 drafts trees.
     """
 
     tp: int = 1
@@ -69,6 +69,7 @@ class Combination:
     overlap: bool = True
     exchange: str = "auto"
     copies: int = 0
+    topk: int = 1
 
     @property
     def fits(self) -> bool:
@@ -85,6 +86,7 @@ class Combination:
             f"ep{self.ep}" if self.ep else "",
             f"dp{self.dp}" if self.dp else "",
             f"nextn{self.steps}" if self.steps else "",
+            f"topk{self.topk}" if self.topk > 1 else "",
             "" if self.radix else "no_radix",
             "chunked" if self.chunked else "",
             "" if self.overlap else "no_overlap",
@@ -126,7 +128,12 @@ class Combination:
         if parallel:
             config["parallel"] = parallel
         if self.steps:
-            config["speculative"] = {"use": "nextn", "adaptive": False, "steps": self.steps}
+            config["speculative"] = {
+                "use": "nextn",
+                "adaptive": False,
+                "steps": self.steps,
+                "topk": self.topk,
+            }
         return {**config, **more}
 
 
@@ -154,6 +161,17 @@ def exchanges() -> list[Combination]:
     ]
 
 
+def trees() -> list[Combination]:
+    """Return drafts in the form of trees in every layout."""
+    layouts = itertools.product((1, 2, 4), (0, 2, 4), (0, 2, 4))
+    return [
+        Combination(
+            tp, ep, dp, steps, chunked=bool(steps % 2), overlap=steps != 2, topk=2 + steps % 3
+        )
+        for (tp, ep, dp), steps in itertools.product(layouts, (1, 2, 3))
+    ]
+
+
 def layouts() -> list[Combination]:
     """Return every layout of 8 and 16 ranks, with and without drafts."""
     sizes = (0, 2, 4, 8, 16)
@@ -169,7 +187,7 @@ def sample(count: int, seed: int) -> list[Combination]:
     often.
     """
     rng = random.Random(seed)
-    admitted = [one for one in matrix() + exchanges() if one.fits]
+    admitted = [one for one in matrix() + exchanges() + trees() if one.fits]
     by_layout: dict[tuple[int, int, int], list[Combination]] = {}
     for one in admitted:
         by_layout.setdefault((one.tp, one.ep, one.dp), []).append(one)

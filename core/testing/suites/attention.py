@@ -16,14 +16,11 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.protocols import AttentionBackend
 from glowplug.core.testing.harness.plans import bare_plan
-from glowplug.core.testing.suites._attention_base import (
-    AttentionSuite,
-    MhaCase as MhaCase,
-    MlaCase as MlaCase,
-)
+from glowplug.core.testing.suites._attention_base import MhaCase as MhaCase, MlaCase as MlaCase
+from glowplug.core.testing.suites._attention_trees import TreeSuite
 
 
-class MlaSuite(AttentionSuite):
+class MlaSuite(TreeSuite):
     """Tests of backends that offer kind "mla". The sizes may be overridden.
 
     ``merged``: the cache has one entry "kv": a token's latent, then its rotary part.
@@ -110,7 +107,7 @@ class MlaSuite(AttentionSuite):
         return torch.einsum("htm,mhv->thv", causal_softmax(scores * layer.scale), value)
 
 
-class MhaSuite(AttentionSuite):
+class MhaSuite(TreeSuite):
     """Tests of backends that offer kind "mha": MHA, GQA or MQA by ``heads`` and ``kv_heads``."""
 
     heads = 6

@@ -26,6 +26,7 @@ def register_attention_backends() -> list[Component]:
                 kinds=frozenset({"mha"}),
                 kv_entries=head_entries,
                 modes=dict(EVERY_MODE_EAGER),
+                tree=True,
                 first_key=True,
             ),
             summary="multi-head and grouped-query attention in plain torch (CPU and CUDA)",

@@ -14,6 +14,7 @@ from glowplug.core.step.batch import Batch
 from glowplug.kernels.mha import reference as mha_reference
 from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mha.torch import TorchMhaOptions
+from glowplug.plugins.attention.shared.entry_moves import TorchEntryMoves
 from glowplug.plugins.attention.shared.kv_layout import kv_layout, local_kv_heads
 from glowplug.plugins.attention.shared.torch_groups import (
     Group,
@@ -41,6 +42,7 @@ class TorchMha:
         self._kv: tuple[Mapping[str, Tensor], ...] = ()
         self._groups: list[Group | LongRow] = []
         self._kv_slots: Tensor | None = None
+        self._moves = TorchEntryMoves()
         self._kv_heads = local_kv_heads(plan)
         self._head_dim = plan.facts.model.head_dim
         per_key = 2 * self._kv_heads * self._head_dim
@@ -53,6 +55,7 @@ class TorchMha:
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv
+        self._moves.reserve(limits.kv)
 
     def plan_step(self, batch: Batch, graph: object | None) -> None:
         self._kv_slots = batch.kv_slots
@@ -65,6 +68,9 @@ class TorchMha:
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, kv_slots: Tensor, layer: MlaLayer) -> None:
         raise NotImplementedError("torch_mha offers kind mha only")
+
+    def move_entries(self, sources: Tensor, targets: Tensor, layers: range) -> None:
+        self._moves.run(sources, targets, layers)
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         pool = self._kv[layer.index]

@@ -26,6 +26,7 @@ class _Rows:
         first_key: First position whose cache entry holds a key.
         tile: Tiling of the decode kernel; decode rows only.
         tree: Tree mask of decode rows, int64 [R, width], or None.
+        tree_span: Number of keys that the mask names; 0: ``width``.
         starts: Index in the step of each prefill row's first token, and of the end of the last row,
             int32 [R + 1].
         skip: Number of the step's tokens before the prefill rows.
@@ -36,6 +37,7 @@ class _Rows:
     first_key: int
     tile: MhaTiling | None = None
     tree: Tensor | None = None
+    tree_span: int = 0
     starts: Tensor | None = None
     skip: int = 0
 
@@ -60,7 +62,12 @@ class TritonMha(PagedMha):
             rows, width, self._heads, self._kv_heads, self._head_dim, self._context, self._dtype
         )
         self._decoding = _Rows(
-            batch.page_table[:rows], batch.kv_lens_device[:rows], batch.first_key, tile, tree
+            batch.page_table[:rows],
+            batch.kv_lens_device[:rows],
+            batch.first_key,
+            tile,
+            tree,
+            batch.tree_span,
         )
 
     def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
@@ -77,6 +84,7 @@ class TritonMha(PagedMha):
             rows.tile,
             rows.first_key,
             rows.tree,
+            rows.tree_span,
         )
 
     def plan_prefill(self, batch: Batch, first: int) -> None:

@@ -37,6 +37,7 @@ def register_attention_backends() -> list[Component]:
                 kinds=frozenset({"mla"}),
                 kv_entries=parted_latent_entries,
                 modes=dict(EVERY_MODE_EAGER),
+                tree=True,
                 first_key=True,
             ),
             summary="latent attention in plain torch (CPU and CUDA)",

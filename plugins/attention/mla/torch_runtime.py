@@ -16,13 +16,13 @@ from glowplug.kernels.mha import reference as mha_reference
 from glowplug.kernels.mla import reference as mla_reference
 from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mla.torch import TorchMlaOptions
+from glowplug.plugins.attention.shared.entry_moves import TorchEntryMoves
+from glowplug.plugins.attention.shared.host_row import HostRow, host_row
 from glowplug.plugins.attention.shared.kv_layout import kv_layout, parted_latent_entries
 from glowplug.plugins.attention.shared.torch_groups import (
     Group,
     GroupLimits,
-    HostRow,
     LongRow,
-    host_row,
     plan_groups,
     store,
 )
@@ -52,6 +52,7 @@ class TorchMla:
         self._groups: list[Group | LongRow] = []
         self._row: HostRow | None = None
         self._kv_slots: Tensor | None = None
+        self._moves = TorchEntryMoves()
         self._limits = _limits(plan, self._absorb)
         plain = self._absorb and self._dtype is torch.float32 and plan.kv_dtype == "float32"
         self._row_keys = (
@@ -63,6 +64,7 @@ class TorchMla:
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv
+        self._moves.reserve(limits.kv)
 
     def plan_step(self, batch: Batch, graph: object | None) -> None:
         self._kv_slots = batch.kv_slots
@@ -110,6 +112,9 @@ class TorchMla:
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         raise NotImplementedError("torch_mla offers kind mla only")
+
+    def move_entries(self, sources: Tensor, targets: Tensor, layers: range) -> None:
+        self._moves.run(sources, targets, layers)
 
     def _absorbed(
         self,
@@ -222,6 +227,7 @@ def _attend_row(
         layer.w_uk.numpy(),
         layer.w_uv.numpy(),
         layer.scale,
+        row.hidden,
     )
     return torch.from_numpy(out)
 

@@ -30,6 +30,7 @@ class _Rows:
         width: Number of query tokens per row.
         first_key: First position whose cache entry holds a key.
         tree: Tree mask, int64 [R, width], or None for a causal chain.
+        tree_span: Number of keys that the mask names; 0: ``width``.
     """
 
     page_table: Tensor
@@ -38,6 +39,7 @@ class _Rows:
     width: int
     first_key: int
     tree: Tensor | None
+    tree_span: int
 
 
 class TritonMla(PagedMla):
@@ -65,6 +67,7 @@ class TritonMla(PagedMla):
             width,
             batch.first_key,
             tree,
+            batch.tree_span,
         )
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
@@ -80,6 +83,7 @@ class TritonMla(PagedMla):
             tile,
             rows.first_key,
             rows.tree,
+            rows.tree_span,
         )
 
     def decode_values(
@@ -104,6 +108,7 @@ class TritonMla(PagedMla):
             tile,
             rows.first_key,
             rows.tree,
+            rows.tree_span,
         )
         value_projection.merge_and_project(partial, lse, rows.lens, layer.w_uv, out, tile.block_n)
 

@@ -18,6 +18,7 @@ from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, ProjectedMla, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.mha.store import mha_store
+from glowplug.plugins.attention.shared.entry_moves import entry_moves
 from glowplug.plugins.attention.shared.kv_layout import kv_layout, local_kv_heads
 
 
@@ -45,6 +46,7 @@ class PagedMha:
         self._head_dim = facts.head_dim
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._kv: tuple[Mapping[str, Tensor], ...] = ()
+        self._moves = entry_moves(torch.device(worker.device))
         self._kv_slots: Tensor | None = None
         self._decode_tokens = 0
 
@@ -105,6 +107,7 @@ class PagedMha:
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv
+        self._moves.reserve(limits.kv)
 
     def plan_step(self, batch: Batch, graph: object | None) -> None:
         decodes = batch.num_decodes
@@ -123,6 +126,9 @@ class PagedMha:
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, kv_slots: Tensor, layer: MlaLayer) -> None:
         raise NotImplementedError("this backend offers kind mha only")
+
+    def move_entries(self, sources: Tensor, targets: Tensor, layers: range) -> None:
+        self._moves.run(sources, targets, layers)
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         assert self._kv_slots is not None, "plan_step must be called first"

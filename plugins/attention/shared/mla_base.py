@@ -25,6 +25,7 @@ from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.mla import reference as mla_reference
 from glowplug.kernels.paged import merge_states_reference
 from glowplug.plugins.attention.shared.absorbed import stored_is_faster
+from glowplug.plugins.attention.shared.entry_moves import entry_moves
 from glowplug.plugins.attention.shared.kv_layout import kv_layout
 from glowplug.plugins.attention.shared.prefill_bytes import most_keys
 from glowplug.plugins.attention.shared.prefill_calls import RaggedCall, RaggedRows, plan_ragged
@@ -76,6 +77,7 @@ class PagedMla:
         self._absorbed: str = getattr(options, "absorbed", "bf16")
         self._kernels, self._expand, self._merge_into = _kernels(self._device)
         self._kv: tuple[Tensor, ...] = ()
+        self._moves = entry_moves(self._device)
         self._step: _Step | None = None
 
     # ---- implemented by subclasses ---------------------------------------------------------------
@@ -176,6 +178,7 @@ class PagedMla:
 
     def reserve(self, limits: Limits) -> None:
         self._kv = tuple(layer["kv"] for layer in limits.kv)
+        self._moves.reserve(limits.kv)
 
     def plan_step(self, batch: Batch, graph: object | None) -> None:
         decodes = batch.num_decodes
@@ -238,6 +241,9 @@ class PagedMla:
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         raise NotImplementedError("this backend offers kind mla only")
+
+    def move_entries(self, sources: Tensor, targets: Tensor, layers: range) -> None:
+        self._moves.run(sources, targets, layers)
 
     # ---- the layer after the prologue ------------------------------------------------------------
 

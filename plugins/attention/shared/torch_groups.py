@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from glowplug.core.plugin.draft_shape import MASK_BITS
 from glowplug.core.step.batch import Batch
 
 
@@ -117,65 +117,6 @@ class LongRow:
 
     def take(self, x: Tensor) -> Tensor:
         return x[self.first : self.first + self.tokens]
-
-
-@dataclass(eq=False)
-class HostRow:
-    """A step's only row, a decode row, for attention in numpy over a float32 cache on the CPU.
-
-    Attributes:
-        kv_slots: int64 [W], KV slots of the step's own tokens, the row's last ones.
-        page_size: Tokens per page.
-        first: Position of the row's first key in its pages.
-        end: Position after the row's last key.
-        pages: The row's pages; a slice if they are contiguous and ascending, which allows reading
-            them in place.
-    """
-
-    kv_slots: NDArray[np.int64]
-    page_size: int
-    first: int
-    end: int
-    pages: NDArray[np.int32] | slice
-
-    def exchange(self, pool: Tensor, value: Tensor) -> NDArray[np.float32]:
-        """Store the row's new entries and return the entries of all its keys, [L, N].
-
-        Args:
-            pool: Cache tensor, [kv_slots, N].
-            value: New entries, [W, N].
-        """
-        stored: NDArray[np.float32] = pool.numpy()
-        stored[self.kv_slots] = value.numpy()
-        size = stored.shape[1]
-        return stored.reshape(-1, self.page_size * size)[self.pages].reshape(-1, size)[
-            self.first : self.end
-        ]
-
-
-def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow | None:
-    """Return the step as a :class:`HostRow` if it is a single decode row on the CPU, else None.
-
-    The result is None also for a row with more than ``queries`` queries or ``keys`` keys.
-    """
-    if (
-        not batch.num_decodes == batch.num_rows == 1
-        or batch.query_lens[0] > queries
-        or not batch.page_table.is_cpu
-    ):
-        return None
-    end = int(batch.kv_lens_device[0])
-    if not batch.query_lens[0] <= end - batch.first_key <= keys:
-        return None
-    pages: NDArray[np.int32] = batch.page_table[0].numpy()[: -(-end // page_size)]
-    neighbours = (pages[1:] - pages[:-1] == 1).all()
-    return HostRow(
-        batch.kv_slots.numpy(),
-        page_size,
-        batch.first_key,
-        end,
-        slice(int(pages[0]), int(pages[-1]) + 1) if neighbours else pages,
-    )
 
 
 def store(pool: Tensor, kv_slots: Tensor | None, value: Tensor) -> Tensor:
@@ -333,11 +274,13 @@ def _kv_slots(batch: Batch, page_size: int, low: int, high: int, length: int) ->
 def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
     """Return the first KV slot of row ``low`` if its keys can be read in place, else None.
 
-    They can if rows ``low`` to ``high - 1`` are one row, which has one query and pages that are
-    contiguous and ascending. On a GPU the result is always None, because the host would have to
-    wait for the GPU to read the batch's lengths and pages.
+    They can if rows ``low`` to ``high - 1`` are one row, which has one query that sees all keys,
+    and pages that are contiguous and ascending. On a GPU the result is always None, because the
+    host would have to wait for the GPU to read the batch's lengths and pages.
     """
     if high - low > 1 or batch.query_lens[low] != 1 or not batch.page_table.is_cpu:
+        return None
+    if low < batch.num_decodes and batch.tree_mask is not None:
         return None
     pages = batch.page_table[low].numpy()[: -(-int(batch.kv_lens_device[low]) // page_size)]
     if not len(pages) or (pages[1:] - pages[:-1] != 1).any():
@@ -363,15 +306,39 @@ def _with_keys(
     # NOTE: masking alone would not keep a NaN out of the sum, so keys beyond the row's end are
     # replaced by the row's first key.
     group.kv_slots = torch.where(keys < lens, kv_slots, kv_slots[:, :1]).view(-1)
-    counts = (
-        (batch.query_starts[low + 1 : high + 1] - batch.query_starts[low:high]).long().unsqueeze(-1)
-    )
-    positions = (lens - counts + torch.arange(group.width, device=kv_slots.device)).clamp_(min=0)
-    seen = keys <= positions.unsqueeze(-1)
-    group.bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-        ~seen, float("-inf")
-    )
+    seen = _seen_in_tree if group.decode and batch.tree_mask is not None else _seen_in_chain
+    bias = torch.zeros(group.rows, group.width, group.length, dtype=dtype, device=keys.device)
+    group.bias = bias.masked_fill_(~seen(batch, low, high, keys, lens), float("-inf"))
     return group
+
+
+def _seen_in_chain(batch: Batch, low: int, high: int, keys: Tensor, lens: Tensor) -> Tensor:
+    """Return whether the queries of rows ``low`` to ``high - 1`` see keys, bool [R, W, L].
+
+    Args:
+        batch: The step.
+        low: Index of the first row.
+        high: Index after the last row.
+        keys: Numbers of the keys, int64 [L].
+        lens: Numbers of keys of the rows, int64 [R, 1].
+    """
+    counts = batch.query_starts[low + 1 : high + 1] - batch.query_starts[low:high]
+    queries = torch.arange(int(batch.query_lens[low:high].max()), device=keys.device)
+    positions: Tensor = (lens - counts.unsqueeze(-1) + queries).clamp_(min=0)
+    return keys <= positions.unsqueeze(-1)
+
+
+def _seen_in_tree(batch: Batch, low: int, high: int, keys: Tensor, lens: Tensor) -> Tensor:
+    """Return what :func:`_seen_in_chain` does, for rows of trees.
+
+    A query that sees no key, as in a row without keys, sees the first one: softmax needs a key.
+    """
+    mask: Tensor = batch.tree_mask[low:high]
+    named = (keys - (lens - (batch.tree_span or mask.shape[1]))).unsqueeze(1)
+    seen = ((mask.unsqueeze(-1) >> named.clamp(0, MASK_BITS - 1)) & 1).bool() | (named < 0)
+    seen &= (keys < lens).unsqueeze(1)
+    seen[..., 0] |= ~seen.any(dim=-1)
+    return seen
 
 
 def _long_row(batch: Batch, page_size: int, keys: int, row: int, starts: np.ndarray) -> LongRow:
