@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape
 from tests.support.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +88,8 @@ def test_verification_and_drafts_are_replayed(tmp_path: Path, steps: int) -> Non
             scheduler={"max_running_requests": 9, "overlap": overlap},
         ) as llm:
             assert [tokens(llm, count) for count in (1, 3, 9)] == plain
-            pieces = next(iter(runner_of(llm).graphs._decode_graphs["verify"].values())).pieces
+            captured = runner_of(llm).graphs._decode_graphs[DraftShape.chain(steps)]
+            pieces = next(iter(captured.values())).pieces
             assert {f"draft {steps}", "places", "forward", "accept greedy"} <= set(pieces)
 
 

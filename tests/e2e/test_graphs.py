@@ -71,9 +71,7 @@ def generate(
 
 
 NEXTN = {"speculative": {"use": "nextn", "adaptive": False, "steps": 2}}
-TREES = {
-    "speculative": {"use": "nextn", "adaptive": False, "steps": 3, "topk": 3, "draft_tokens": 8}
-}
+TREES = {"speculative": {**NEXTN["speculative"], "steps": 3, "topk": 3, "draft_tokens": 8}}
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_verified_tokens_follow_the_targets_distribution(
         SamplingParams(max_tokens=3, temperature=1.0, seed=seed, ignore_eos=True)
         for seed in range(2000)
     ]
-    with engine(folder, 0, speculative={"use": "nextn", **knobs}) as llm:
+    with engine(folder, 0, speculative={"use": "nextn", "adaptive": False, **knobs}) as llm:
         tokens = [one.token_ids[1] for one in llm.generate([prompt] * len(draws), draws)]
         assert llm.stats.accepted_tokens > 50
     assert_follows(np.array(tokens), expected / expected.sum())

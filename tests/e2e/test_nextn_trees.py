@@ -53,13 +53,8 @@ def featured(plain: LLM) -> list[Completion]:
 
 def tree(folder: Path, shape: tuple[int, int, int], **config: Any) -> LLM:
     steps, topk, tokens = shape
-    knobs = {
-        "use": "nextn",
-        "adaptive": False,
-        "steps": steps,
-        "topk": topk,
-        "draft_tokens": tokens,
-    }
+    knobs: dict[str, Any] = {"steps": steps, "topk": topk, "draft_tokens": tokens}
+    knobs |= {"use": "nextn", "adaptive": False}
     return engine(folder, 0, speculative=knobs, **config)
 
 

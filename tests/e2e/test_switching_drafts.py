@@ -31,7 +31,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "page_1": {"attention": {"page_size": 1}},
     "one_row": {"scheduler": {"max_running_requests": 1}},
     "eight_rows": {"scheduler": {"max_running_requests": 8}},
-    "preempted": {"memory": {"kv_tokens": 272}, "scheduler": {"overlap": True}},
     # without overlap, because functions overwrite the results of the step in flight
     "graphs": {"graphs": GRAPHS, "scheduler": {"max_running_requests": 8, "overlap": False}},
 }
@@ -67,24 +66,53 @@ def wanted(folder: Path) -> Iterator[tuple[list[Completion], list[Completion]]]:
         yield llm.generate(prompts(), GREEDY), llm.generate(prompts(), features())
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+DRAFTS: dict[str, tuple[dict[str, int], set[int]]] = {
+    "one": ({"steps": 1}, {1, 2}),
+    "chain": ({"steps": 3}, {1, 2, 4}),
+    "tree": ({"steps": 3, "topk": 3, "draft_tokens": 8}, {1, 4, 8}),
+}
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_tokens_while_sizes_switch(
     folder: Path,
     wanted: tuple[list[Completion], list[Completion]],
     variant: str,
-    steps: int,
+    drafts: str,
 ) -> None:
+    knobs, sizes = DRAFTS[drafts]
     switching.take()
-    with LLM(plugins=PLUGINS, **config_of(folder, {"steps": steps}, **VARIANTS[variant])) as llm:
+    with LLM(plugins=PLUGINS, **config_of(folder, knobs, **VARIANTS[variant])) as llm:
         same(llm.generate(prompts(), GREEDY), wanted[0])
         same(llm.generate(prompts(), features()), wanted[1])  # now with a warm cache
         stats = llm.stats
         all_pages_are_back(llm)
     widths = {width for record in switching.take() for width, _ in record}
-    assert widths - {0} == ({1, 2} if steps == 1 else {1, 2, 4})
+    assert widths - {0} == sizes
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
-    assert bool(stats.preemptions) == (variant == "preempted")
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlap"])
+def test_preempted_requests_keep_their_tokens(folder: Path, overlap: bool, drafts: str) -> None:
+    every = [
+        params.replace(max_tokens=80, min_tokens=70 if params.min_tokens else 0)
+        for params in features()
+    ]
+    with LLM(**config_of(folder, {})) as llm:
+        wanted = llm.generate(prompts(), every)
+    small: dict[str, Any] = {
+        "context_length": 200,
+        "memory": {"kv_tokens": 208},
+        "scheduler": {"overlap": overlap},
+    }
+    if drafts == "tree":
+        small["memory"] = {"kv_tokens": 256}
+    with LLM(plugins=PLUGINS, **config_of(folder, DRAFTS[drafts][0], **small)) as llm:
+        same(llm.generate(prompts(), every), wanted)
+        assert llm.stats.preemptions > 0
+        all_pages_are_back(llm)
 
 
 RUNS = pytest.mark.parametrize(
