@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape
+from glowplug.core.plugin.draft_shape import DraftShape
 from tests.support.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
