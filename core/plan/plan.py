@@ -107,7 +107,7 @@ class Sizes:
     width: int = 1  #: tokens per decoding row and step: 1 plus the drafted tokens
     draft_shape: DraftShape = DraftShape()  #: size of the drafts of a round
     draft_layers: int = 0  #: layers of the KV pool for a draft model, after the model's own
-    #: sizes of drafts that a step may have, ascending by tokens; those of the last one are ``width``
+    #: sizes of drafts that a step may have, ascending by tokens; the last one is ``draft_shape``
     draft_shapes: tuple[DraftShape, ...] = ()
     #: positions after a step's tokens for which rows have pages, because the draft writes there
     lookahead: int = 0

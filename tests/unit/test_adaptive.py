@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain, repeat
 
 import numpy as np
@@ -36,6 +37,10 @@ def best_speed(costs: DraftCosts, rows: int, rate: float) -> float:
     return max(fixed_speed(costs, shape, rows, rate) for shape in SHAPES)
 
 
+def fixed_rate(rate: float, seconds: float) -> float:
+    return rate
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", COSTS)
 def test_adaptive_drafts_are_as_fast_as_the_best_fixed_ones(name: str, rows: int) -> None:
@@ -43,7 +48,9 @@ def test_adaptive_drafts_are_as_fast_as_the_best_fixed_ones(name: str, rows: int
     for length in LENGTHS:
         rate = rate_of(length, 3)
         policy = AdaptivePolicy(SHAPES, costs, 256)
-        steps = simulate(policy, costs, repeat(rows, 4000 if rows < 16 else 1000), lambda _: rate)
+        steps = simulate(
+            policy, costs, repeat(rows, 4000 if rows < 16 else 1000), partial(fixed_rate, rate)
+        )
         share = speed(steps) / best_speed(costs, rows, rate)
         assert share >= LEAST, (length, share)
 
@@ -141,8 +148,8 @@ def test_trees_and_chains_have_rates_of_their_own() -> None:
         (DraftShape(2, 1, 3), [1, 2, 3]),
         (DraftShape(3, 1, 4), [1, 2, 4]),
         (DraftShape(7, 1, 8), [1, 2, 4, 8]),
-        (DraftShape(5, 4, 8), [1, 3, 4, 8]),
-        (DraftShape(2, 4, 4), [1, 3, 4]),
+        (DraftShape(5, 4, 8), [1, 4, 5, 8]),
+        (DraftShape(2, 4, 4), [1, 4]),
         (DraftShape(1, 4, 5), [1, 5]),
         (DraftShape(5, 8, 64), [1, 9, 27, 64]),
     ],
