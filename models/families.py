@@ -10,6 +10,9 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import ModelOffers
 from glowplug.models.deepseek.config import TOPK_METHODS, topk_method
 from glowplug.models.deepseek.inventory import deepseek_inventory, normalise
+from glowplug.models.eagle.check import check_head
+from glowplug.models.eagle.config import DEEPSEEK_EAGLE3, LLAMA_EAGLE, LLAMA_EAGLE3
+from glowplug.models.eagle.inventory import head_inventory
 from glowplug.models.inventory import llama_inventory
 
 #: type of rope scaling -> keys that config.json must have for it
@@ -42,6 +45,7 @@ def _missing(key: str) -> Refusal:
 
 def check_decoder(context: CheckContext) -> Iterator[Refusal]:
     """Yield refusals of missing or unsupported values in config.json, common to all families."""
+    yield from check_head(context)
     config = context.facts.model.config
     activation = config.get("hidden_act", "silu")
     if activation not in {"silu", "swish"}:
@@ -106,9 +110,11 @@ def register_models() -> list[Component]:
             check=check_deepseek,
             offers=ModelOffers(
                 architectures=frozenset({"DeepseekV2ForCausalLM"}),
+                eagle_architectures=DEEPSEEK_EAGLE3,
                 kind="mla",
                 sampled_last_layer=True,
                 inventory=deepseek_inventory,
+                eagle_inventory=head_inventory,
                 normalise=normalise,
             ),
             summary="DeepSeek-V2, V2-Lite, Coder-V2: latent attention, softmax gate",
@@ -120,11 +126,13 @@ def register_models() -> list[Component]:
             check=check_deepseek,
             offers=ModelOffers(
                 architectures=frozenset({"DeepseekV3ForCausalLM"}),
+                eagle_architectures=DEEPSEEK_EAGLE3,
                 kind="mla",
                 nextn=True,
                 draft_architectures=frozenset({"DeepseekV3ForCausalLMNextN"}),
                 sampled_last_layer=True,
                 inventory=deepseek_inventory,
+                eagle_inventory=head_inventory,
                 normalise=normalise,
             ),
             summary="DeepSeek-V3 and R1: latent attention, sigmoid gate with correction bias, "
@@ -137,8 +145,10 @@ def register_models() -> list[Component]:
             check=check_decoder,
             offers=ModelOffers(
                 architectures=frozenset({"LlamaForCausalLM"}),
+                eagle_architectures=LLAMA_EAGLE | LLAMA_EAGLE3,
                 kind="mha",
                 inventory=llama_inventory,
+                eagle_inventory=head_inventory,
             ),
             summary="Llama: grouped-query attention, gated feed-forward",
         ),

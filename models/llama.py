@@ -14,6 +14,7 @@ from glowplug.core.layers.rope import Rope, RopeConfig
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Model, Worker
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.models.eagle.head import build_head
 
 
 class LlamaFamily:
@@ -24,11 +25,10 @@ class LlamaFamily:
 
     def build(self, context: BuildContext) -> DecoderModel:
         facts = context.facts
-        rope = Rope(context, RopeConfig.read(facts.config), facts.head_dim, interleaved=False)
         return DecoderModel(
             context,
             llama_layer,
-            rope,
+            llama_rope(context),
             facts.config.get("rms_norm_eps", 1e-6),
             bool(facts.config.get("tie_word_embeddings")),
         )
@@ -38,21 +38,45 @@ class LlamaFamily:
             "Llama checkpoints have no NextN layer (the family does not offer one)"
         )
 
+    def build_eagle(self, context: BuildContext, target: Model) -> Model:
+        """Build an EAGLE head with grouped-query attention."""
+        assert isinstance(target, DecoderModel), "target must come from build"
+        return build_head(
+            context,
+            target,
+            llama_rope(context),
+            lambda ctx, name, inputs: llama_attention(ctx, name, 0, inputs),
+        )
 
-def llama_layer(context: BuildContext, name: str, layer: int) -> DecoderLayer:
+
+def llama_rope(context: BuildContext) -> Rope:
     facts = context.facts
-    config = facts.config
-    attention = MhaAttention(
+    return Rope(context, RopeConfig.read(facts.config), facts.head_dim, interleaved=False)
+
+
+def llama_attention(
+    context: BuildContext, name: str, layer: int, inputs: int | None = None
+) -> MhaAttention:
+    """Build the attention of one layer; ``inputs``: size of its input, None for the hidden size."""
+    facts = context.facts
+    return MhaAttention(
         context,
-        f"{name}.self_attn",
+        name,
         context.first_layer + layer,
         hidden=facts.hidden_size,
         heads=facts.num_heads,
         kv_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
         scale=facts.head_dim**-0.5,
-        bias=bool(config.get("attention_bias")),
+        bias=bool(facts.config.get("attention_bias")),
+        inputs=inputs,
     )
+
+
+def llama_layer(context: BuildContext, name: str, layer: int) -> DecoderLayer:
+    facts = context.facts
+    config = facts.config
+    attention = llama_attention(context, f"{name}.self_attn", layer)
     mlp = Mlp(
         context,
         f"{name}.mlp",

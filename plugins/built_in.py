@@ -35,6 +35,8 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.collectives.torch_distributed",
     "glowplug.plugins.speculative.none",
     "glowplug.plugins.speculative.nextn",
+    "glowplug.plugins.speculative.ngram",
+    "glowplug.plugins.speculative.eagle",
     "glowplug.plugins.scheduler.continuous",
     "glowplug.plugins.scheduler.policies",
     "glowplug.plugins.graphs.cuda_graph",

@@ -86,7 +86,9 @@ class Runner:
             graph = self.graphs.graph_for(batch)
             if graph is not None:
                 self._plan_sampling(batch)
-                return self._to_host(batch, self.step(self.graphs.fill(graph, batch))[0], [])
+                filled = self.graphs.fill(graph, batch)
+                filled.joined = batch.joined
+                return self._to_host(batch, self.step(filled)[0], [])
             self._complete(batch)
             accepted, hidden = self.step(batch, partial(self._plan_sampling, batch))
             scored = (

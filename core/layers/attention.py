@@ -35,6 +35,7 @@ class MlaSizes:
         kv_lora: size of the key-value latent.
         q_lora: size of the query latent; None: queries are projected directly.
         bias: True: the projections to latents and the output projection have biases.
+        inputs: size of the layer's input; None: ``hidden``.
     """
 
     hidden: int
@@ -45,6 +46,7 @@ class MlaSizes:
     kv_lora: int
     q_lora: int | None
     bias: bool = False
+    inputs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -280,10 +282,13 @@ class MhaAttention(Module):
         head_dim: int,
         scale: float,
         bias: bool = False,
+        inputs: int | None = None,
     ) -> None:
+        """Build the projections; ``inputs``: size of the layer's input, None for ``hidden``."""
         self.index = index
         self.scale = scale
         self.head_dim = head_dim
+        self._backend = context.attention
         self._mha = context.attention.mha
         self._rope = context.ops.rope
         self._at_split_point = context.split_points.call
@@ -294,7 +299,7 @@ class MhaAttention(Module):
             Part(f"{name}.{part}_proj", kv_heads * head_dim, "heads", head_dim, bias, held)
             for part in ("k", "v")
         )
-        self.qkv = Linear(context, f"{name}.qkv_proj", hidden, [query, key, value])
+        self.qkv = Linear(context, f"{name}.qkv_proj", inputs or hidden, [query, key, value])
         self._split = [size // head_dim for size in self.qkv.outputs]
         self.heads = self._split[0]
         self.kv_heads = self._split[1]
@@ -308,15 +313,27 @@ class MhaAttention(Module):
             x: [T, hidden], plain or in ``input_format``.
             at: the step's RoPE rows.
         """
-        q, k, v = torch.split(
-            self.qkv.forward(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim),
-            self._split,
-            dim=1,
-        )
+        q, k, v = self._projected(x)
         q, k = self._rope(q, k, at)
         return self.o_proj.forward_in_norm(
             self._at_split_point(self._attend, (q, k, v), self.heads * self.head_dim)
         )
+
+    def fill(self, x: Any, at: object, kv_slots: Tensor) -> None:
+        """Store the keys and values of x in the cache, without attention.
+
+        Args:
+            x: [T, hidden], plain or in ``input_format``.
+            at: the step's RoPE rows.
+            kv_slots: KV slots of the tokens, int64 [T].
+        """
+        _, k, v = self._projected(x)
+        self._backend.store_mha(self._rope(k[:, :0], k, at)[1], v, kv_slots, self)
+
+    def _projected(self, x: Any) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of x, each [T, heads, head_dim]."""
+        rows = self.qkv.forward(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        return torch.split(rows, self._split, dim=1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call the backend with rotated queries and keys."""
@@ -333,7 +350,8 @@ def _mla_input(context: BuildContext, name: str, sizes: MlaSizes, names: MlaName
     )
     compressed = sizes.kv_lora + sizes.rope
     kv = Part(f"{name}.{names.kv_down}", compressed, "replicated", bias=sizes.bias)
-    return Linear(context, f"{name}.input_proj", sizes.hidden, [query, kv])
+    inputs = sizes.inputs or sizes.hidden
+    return Linear(context, f"{name}.input_proj", inputs, [query, kv])
 
 
 def _by_heads(context: BuildContext, name: str, inputs: int, heads: int, size: int) -> Linear:

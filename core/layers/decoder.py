@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from glowplug.core.layers.attention import MhaAttention, MlaAttention
@@ -59,6 +61,19 @@ class DecoderLayer(Module):
             x and residual for the next layer.
         """
         normed, residual = self.input_norm.add(x, residual)
+        return self.forward_normed(normed, residual, at, batch)
+
+    def forward_normed(
+        self, normed: Any, residual: Tensor, at: object, batch: Batch
+    ) -> tuple[Terms, Tensor]:
+        """Run the layer after its input norm; the result is that of ``forward``.
+
+        Args:
+            normed: input of the attention, plain or in its ``input_format``.
+            residual: residual stream [T, hidden].
+            at: the step's RoPE rows.
+            batch: the step.
+        """
         normed, residual = self.post_norm.add(self.attention.forward(normed, at), residual)
         if self._parallel is None:
             return self.feed_forward.forward(normed, batch), residual
@@ -74,7 +89,6 @@ class DecoderLayer(Module):
             at: the step's RoPE rows.
             kv_slots: KV slots of the tokens, int64 [T].
         """
-        assert isinstance(self.attention, MlaAttention)
         self.attention.fill(self.input_norm.forward(stream), at, kv_slots)
 
     def ends(
@@ -135,13 +149,45 @@ class DecoderModel(Module):
         )
         self.num_layers = facts.num_layers
         self.tied = tied
+        self._hidden = hidden
+        self._feature_layers: tuple[int, ...] = ()
         self._elsewhere = frozenset(self.elsewhere())
 
+    def keep_features(self, layers: Seq[int]) -> None:
+        """Append features of each token to the hidden states that ``forward`` returns.
+
+        The features are the residual stream after the given numbers of layers. ``forward`` then
+        returns [T, (1 + len(layers)) * hidden]; the first ``hidden`` columns are unchanged.
+
+        Args:
+            layers: numbers of layers, from 0 to all.
+        """
+        self._feature_layers = tuple(layers)
+
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """Return the normed hidden states [T, hidden] of input_ids and positions, int64 [T]."""
+        """Return the normed hidden states [T, hidden] of input_ids and positions, int64 [T].
+
+        Features follow them in each row if a draft model reads any (``keep_features``).
+        """
+        if self._feature_layers:
+            return self._with_features(input_ids, positions, batch)
         x, residual = self._through(self.layers, input_ids, positions, batch)
         normed: Tensor = self.norm.add(x, residual)[0]
         return normed
+
+    def _with_features(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """Return normed hidden states and features, [T, (1 + features) * hidden]."""
+        at = self.rope.at(positions)
+        x: Terms = self.embed.forward(input_ids)
+        residual: Tensor | None = None
+        streams = {}
+        for number, layer in enumerate(self.layers):
+            normed, streams[number] = layer.input_norm.add(x, residual)
+            x, residual = layer.forward_normed(normed, streams[number], at, batch)
+            if number not in self._feature_layers:
+                del streams[number]
+        normed, streams[self.num_layers] = self.norm.add(x, residual)
+        return torch.cat([normed, *(streams[number] for number in self._feature_layers)], dim=-1)
 
     def _through(
         self, layers: Seq[DecoderLayer], input_ids: Tensor, positions: Tensor, batch: Batch
@@ -183,7 +229,12 @@ class DecoderModel(Module):
         return normed[: ends.count]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits, float32 [N, V], of hidden states [N, hidden]."""
+        """Return the logits, float32 [N, V], of hidden states [N, hidden] or wider.
+
+        Columns after the first ``hidden`` ones are features, which the head does not read.
+        """
+        if self._feature_layers:
+            hidden = hidden[:, : self._hidden].contiguous()
         return self.head.forward(hidden)
 
     def ignored(self, name: str) -> bool:

@@ -52,24 +52,30 @@ class Embedding(Module):
 
 
 class LmHead(Module):
-    """The output head: float32 logits [N, vocab] of hidden states [N, hidden]."""
+    """The output head: float32 logits [N, vocab] of hidden states [N, hidden].
+
+    Attributes:
+        linear: the layer with this rank's rows of the weight.
+        shard: these rows.
+        gathers: collectives that gather the logits of all ranks; None if a rank has all rows.
+    """
 
     def __init__(self, context: BuildContext, name: str, vocab: int, hidden: int) -> None:
         self.linear = Linear(context, name, hidden, [Part(name, vocab, "vocab")], wide=True)
-        self._shard = self.linear.shards[0]
-        self._gather = context.collectives if self._shard.size < vocab else None
+        self.shard = self.linear.shards[0]
+        self.gathers = context.collectives if self.shard.size < vocab else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [N, vocab] of hidden states [N, hidden]."""
         logits = self.linear.forward(hidden).float()
-        return logits if self._gather is None else self._gathered(self._gather, logits)
+        return logits if self.gathers is None else self._gathered(self.gathers, logits)
 
     def _gathered(self, collectives: Collectives, logits: Tensor) -> Tensor:
         """Concatenate the logits of all ranks; the last slice is padded to the others' size."""
-        missing = -(-self._shard.full // self._shard.parts) - self._shard.size
+        missing = -(-self.shard.full // self.shard.parts) - self.shard.size
         if missing > 0:
             logits = F.pad(logits, (0, missing), value=float("-inf"))
-        return collectives.all_gather(logits, self._shard.axis, -1)[:, : self._shard.full]
+        return collectives.all_gather(logits, self.shard.axis, -1)[:, : self.shard.full]
 
 
 class TiedHead(LmHead):

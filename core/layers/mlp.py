@@ -19,6 +19,7 @@ class Mlp(Module):
         width: intermediate size.
         bias: True: all three projections have biases.
         reduce: True: sum partial results over the ranks; False: the caller does.
+        sums_in_norm: True: the sum may be left to a norm that follows; False: none follows.
     """
 
     exchanges = False  #: input is the tokens that every rank computes, not this rank's own
@@ -32,6 +33,7 @@ class Mlp(Module):
         *,
         bias: bool = False,
         reduce: bool = True,
+        sums_in_norm: bool = True,
     ) -> None:
         self.gate_up = Linear(
             context,
@@ -51,8 +53,8 @@ class Mlp(Module):
             reduce=reduce,
         )
         # the sum over the ranks may be left to the next norm, unless tokens move before it
-        moves = context.parallel.moves_tokens
-        self._down = self.down.forward if moves else self.down.forward_in_norm
+        plain = context.parallel.moves_tokens or not sums_in_norm
+        self._down = self.down.forward if plain else self.down.forward_in_norm
         self._activate = producer(context.ops, "silu_and_mul", self.down)
         self.input_format = self.gate_up.input_format
 

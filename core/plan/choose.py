@@ -52,7 +52,10 @@ def _choose_model(proposal: Proposal) -> None:
             )
             return
         if architecture in offers.draft_architectures:
-            proposal.refusals.append(_draft_alone(proposal, family.name))
+            proposal.refusals.append(_draft_alone(proposal, family.name, "a next-token layer"))
+            return
+        if architecture in offers.eagle_architectures:
+            proposal.refusals.append(_draft_alone(proposal, family.name, "an EAGLE head"))
             return
     known = sorted({name for _, offers in _families(proposal) for name in offers.architectures})
     proposal.refusals.append(
@@ -71,13 +74,13 @@ def _families(proposal: Proposal) -> list[tuple[Component, ModelOffers]]:
     return [(family, family.offers) for family in found if isinstance(family.offers, ModelOffers)]
 
 
-def _draft_alone(proposal: Proposal, family: str) -> Refusal:
-    """Return the refusal of a model folder that holds only a next-token layer."""
+def _draft_alone(proposal: Proposal, family: str, what: str) -> Refusal:
+    """Return the refusal of a model folder that holds only ``what``, a kind of draft."""
     model = proposal.facts.model
     return Refusal(
         family,
         "model",
-        f"{model.path} is a {model.architecture}: a next-token layer, which drafts for a "
+        f"{model.path} is a {model.architecture}: {what}, which drafts for a "
         "model and cannot run alone",
         f'model = the checkpoint it comes from, with speculative.draft_model = "{model.path}"',
         proposal.origin("model", family),
@@ -168,8 +171,9 @@ def _decide_numbers(proposal: Proposal) -> None:
     values.draft_shapes = possible_shapes(proposal)
     values.width = values.draft_shape.tokens
     values.lookahead = speculative.options.lookahead() if speculative else 0
-    values.draft_folder = speculative.options.draft_folder() if speculative else None
-    values.draft_layers = int(speculative is not None and speculative.offers.nextn_layer)
+    path = proposal.facts.model.path
+    values.draft_folder = speculative.options.draft_for(path) if speculative else None
+    values.draft_layers = speculative.offers.draft_layers if speculative else 0
     mesh: dict[str, int] = {}
     for strategy in proposal.parallel:
         for axis in sorted(strategy.offers.axes):

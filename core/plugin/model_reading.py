@@ -63,7 +63,9 @@ def architecture_rules(registered: Iterable[Registration]) -> ArchitectureRules:
     for family in reversed(list(families(registered))):
         offers = family.offers
         drafts |= offers.draft_architectures
-        for architecture in offers.architectures | offers.draft_architectures:
+        for architecture in (
+            offers.architectures | offers.draft_architectures | offers.eagle_architectures
+        ):
             prefixes[architecture] = offers.layer_prefix
             normalise.pop(architecture, None)
             if offers.normalise is not None:
@@ -120,8 +122,12 @@ def _inventory(
     """
     alike = [one for one in known if family is not None and one.factory == family.factory]
     for one in (family, *alike):
-        if one is not None and one.offers.inventory is not None:
-            return one.offers.inventory(facts), ()
+        if one is None:
+            continue
+        head = facts.architecture in one.offers.eagle_architectures
+        declared = one.offers.eagle_inventory if head else one.offers.inventory
+        if declared is not None:
+            return declared(facts), ()
     width = stated(facts, "intermediate_size", 4 * facts.hidden_size)
     bare = Inventory(sizes=LayerSizes(width=width))
     return bare, (_undeclared(family, facts),) if family is not None else ()
@@ -130,7 +136,9 @@ def _inventory(
 def _builds(family: Family, architecture: str) -> bool:
     """Return whether a family builds models or drafts of this architecture."""
     offers = family.offers
-    return architecture in offers.architectures or architecture in offers.draft_architectures
+    return architecture in (
+        offers.architectures | offers.draft_architectures | offers.eagle_architectures
+    )
 
 
 def _undeclared(family: Family, facts: ModelFacts) -> str:

@@ -71,7 +71,7 @@ class Offers:
     overlap: bool = True
 
     def runs_on(self, cards: Iterable[int]) -> bool:
-        """Return whether the component supports CUDA devices of all these compute capabilities.
+        """Return whether it supports CUDA devices of all these compute capabilities.
 
         Args:
             cards: compute capability of each device; an unknown one (0) always passes
@@ -84,12 +84,12 @@ class Offers:
 
     @cached_property
     def runs(self) -> frozenset[Mode]:
-        """Modes in which the component can run."""
+        """Modes in which it can run."""
         return frozenset(mode for mode, level in self.modes.items() if level >= Capture.EAGER)
 
     @cached_property
     def captures_in(self) -> frozenset[Mode]:
-        """Modes in which the component can be part of a captured graph."""
+        """Modes in which it can be part of a captured graph."""
         return frozenset(mode for mode, level in self.modes.items() if level >= Capture.GRAPH)
 
 
@@ -209,17 +209,26 @@ class SpeculativeOffers(Offers):
         tree: its drafted tokens form a tree, so verify steps need tree masks.
         nextn_layer: it needs a multi-token-prediction layer, of the checkpoint itself or of a draft
             folder.
+        eagle_head: it needs an EAGLE head, in a draft folder.
         first_key: its draft's cache has no entry for the first position, so attention must observe
             ``Batch.first_key``.
-        adapts: its methods follow ``Batch.draft_shape``, which may differ from step to step; also
-            a step without drafts.
+        reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
+            beside the KV cache and the states of pages; None for 0 bytes.
+        adapts: its methods follow ``Batch.draft_shape`` of each step, also without drafts.
     """
 
     adapts: bool = False
     drafts: bool = False
     tree: bool = False
     nextn_layer: bool = False
+    eagle_head: bool = False
     first_key: bool = False
+    reserves: Callable[[DecodingRows], int] | None = None
+
+    @property
+    def draft_layers(self) -> int:
+        """Layers of its draft in the KV pool."""
+        return int(self.nextn_layer or self.eagle_head)
 
 
 @dataclass(frozen=True)
@@ -227,7 +236,7 @@ class SchedulerOffers(Offers):
     """Capabilities of a scheduler.
 
     Attributes:
-        adapts: it sets ``Batch.draft_shape`` by a policy, see ``protocols.AdaptiveScheduler``.
+        adapts: it is a ``protocols.AdaptiveScheduler``.
     """
 
     adapts: bool = False
@@ -321,12 +330,14 @@ class ModelOffers(Offers):
         nextn: it can build a multi-token-prediction layer.
         draft_architectures: architectures of folders that hold only such a layer; they serve as
             draft models and are refused as models.
+        eagle_architectures: architectures of EAGLE heads that it builds.
         sampled_last_layer: its last layer can run for a part of a step's tokens
             (``protocols.SampledLastLayer``).
         inventory: function from the facts to the model's tensors and sizes. It must accept facts
             whose config.json lacks keys: a check refuses these later. None for the inventory of a
             family with the same factory; without one, bytes come from tensor headers alone, and
             the model runs on one rank.
+        eagle_inventory: the same for EAGLE heads.
         normalise: function that returns config.json with the defaults of keys that it may lack.
         layer_prefix: beginning of the names of layers' tensors, which the layer's number follows.
     """
@@ -335,8 +346,10 @@ class ModelOffers(Offers):
     kind: str = "mha"
     nextn: bool = False
     draft_architectures: frozenset[str] = frozenset()
+    eagle_architectures: frozenset[str] = frozenset()
     sampled_last_layer: bool = False
     inventory: Callable[[ModelFacts], Inventory] | None = None
+    eagle_inventory: Callable[[ModelFacts], Inventory] | None = None
     normalise: Normalise | None = None
     layer_prefix: str = LAYER_PREFIX
 

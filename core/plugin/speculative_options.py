@@ -45,9 +45,20 @@ class SpeculativeOptions(Options):
         """
         return self.draft_shape().lookahead
 
+    def head_rows(self) -> int:
+        """Return the number of rows of the head that drafts keep a copy of."""
+        return 0
+
     def draft_folder(self) -> str | None:
         """Return the draft model's own folder; None if it has none, or without a draft."""
         return None
+
+    def draft_for(self, model: str) -> str | None:
+        """Return the folder of the draft for the model at the path ``model``; None without one.
+
+        Algorithms override this method if they have a draft of their own for some models.
+        """
+        return self.draft_folder()
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         if self.width() == 1:

@@ -208,6 +208,17 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def store_mha(self, k: Tensor, v: Tensor, kv_slots: Tensor, layer: MhaLayer) -> None:
+        """Store keys and values in the cache without attention; no ``plan_step`` is needed.
+
+        Args:
+            k: [T, kv_heads, head_dim], with RoPE applied.
+            v: [T, kv_heads, head_dim].
+            kv_slots: KV slots of the tokens (the slot mapping), int64 [T].
+            layer: the calling layer.
+        """
+        ...
+
     def move_entries(self, sources: Tensor, targets: Tensor, layers: range) -> None:
         """Copy cache entries of decoding rows to other slots of the same rows.
 

@@ -118,3 +118,15 @@ class ModelFamily(Protocol):
             number: number of the NextN layer, from 0.
         """
         ...
+
+    def build_eagle(self, context: BuildContext, target: Model) -> Model:
+        """Return an EAGLE head as a model of its own, for ``ModelOffers.eagle_architectures``.
+
+        The model shares with ``target`` the tensors that its folder lacks (embedding, head).
+
+        Args:
+            context: the build context, with the facts of the head's folder; ``first_layer`` is the
+                KV-pool number of the head's layer.
+            target: the model that ``build`` returned.
+        """
+        ...

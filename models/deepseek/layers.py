@@ -37,6 +37,29 @@ def deepseek_layer(
         layer: index of the layer in the checkpoint.
         index: index of the layer in the KV pool.
     """
+    return DecoderLayer(
+        context,
+        name,
+        config.hidden,
+        config.eps,
+        deepseek_attention(context, config, f"{name}.self_attn", index),
+        _feed_forward(context, config, f"{name}.mlp", layer),
+    )
+
+
+def deepseek_attention(
+    context: BuildContext,
+    config: DeepseekConfig,
+    name: str,
+    index: int,
+    inputs: int | None = None,
+) -> MlaAttention:
+    """Build the latent attention of one layer.
+
+    Args:
+        index: index of the layer in the KV pool.
+        inputs: size of its input; None: the hidden size.
+    """
     scale = RopeConfig.read(context.facts.config).softmax_scale(config.nope + config.rope)
     sizes = MlaSizes(
         config.hidden,
@@ -47,15 +70,9 @@ def deepseek_layer(
         config.kv_lora,
         config.q_lora,
         config.attention_bias,
+        inputs,
     )
-    return DecoderLayer(
-        context,
-        name,
-        config.hidden,
-        config.eps,
-        MlaAttention(context, f"{name}.self_attn", index, sizes, scale, NAMES),
-        _feed_forward(context, config, f"{name}.mlp", layer),
-    )
+    return MlaAttention(context, name, index, sizes, scale, NAMES)
 
 
 def _feed_forward(

@@ -13,8 +13,9 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Model, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.models.deepseek.config import DeepseekConfig
-from glowplug.models.deepseek.layers import deepseek_layer, deepseek_rope
+from glowplug.models.deepseek.layers import deepseek_attention, deepseek_layer, deepseek_rope
 from glowplug.models.deepseek.nextn import DeepseekNextN
+from glowplug.models.eagle.head import build_head
 
 
 class DeepseekFamily:
@@ -44,3 +45,16 @@ class DeepseekFamily:
         """
         assert isinstance(target, DecoderModel), "target must come from build"
         return DeepseekNextN(context, target, number)
+
+    def build_eagle(self, context: BuildContext, target: Model) -> Model:
+        """Build an EAGLE-3 head with latent attention."""
+        assert isinstance(target, DecoderModel), "target must come from build"
+        config = DeepseekConfig.read(context.facts)
+        return build_head(
+            context,
+            target,
+            deepseek_rope(context, config),
+            lambda ctx, name, inputs: deepseek_attention(
+                ctx, config, name, ctx.first_layer, inputs
+            ),
+        )

@@ -4,10 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pydantic import Field
+
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.draft_shape import MASK_BITS, DraftShape
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
 STEPS_MAX = 15  #: largest option ``steps``
+
+
+class KnobOptions(SpeculativeOptions):
+    """Options of algorithms whose draft model drafts chains and trees."""
+
+    steps: int = Field(1, description="tokens drafted after each step; each takes one draft pass")
+    topk: int = Field(
+        1, description="drafts that each pass expands, and branches of each; 1: a chain"
+    )
+    draft_tokens: int | None = Field(
+        None,
+        description="tokens verified per step, the last accepted one included; None: steps + 1 for "
+        "a chain, steps + topk for a tree, if a tree has as many",
+    )
+    draft_model: str | None = Field(None, description="folder of the draft model")
+
+    def width(self) -> int:
+        return self.draft_shape().tokens
+
+    def draft_shape(self) -> DraftShape:
+        return shape_of_knobs(self.steps, self.topk, self.draft_tokens)
+
+    def draft_folder(self) -> str | None:
+        return self.draft_model
 
 
 def shape_of_knobs(steps: int, topk: int, draft_tokens: int | None) -> DraftShape:

@@ -203,7 +203,7 @@ class ModelDrafts:
             The hidden states of the pass, and the tokens drafted so far, [D, n + 1].
         """
         hidden = self._forward(step, drafted[:, -1], hidden)
-        best = self.target_ids(self._model.logits(hidden).argmax(-1, keepdim=True))
+        best = self.target_ids(self.draft_logits(hidden).argmax(-1, keepdim=True))
         return hidden, torch.cat([drafted, best], 1)
 
     def _draft_tree(
@@ -267,12 +267,20 @@ class ModelDrafts:
         Returns:
             Token ids int64 [N, count], and their log-probabilities float32 [N, count].
         """
-        logits = self._model.logits(hidden)
+        logits = self.draft_logits(hidden)
         best = logits.topk(count, -1)
         return self.target_ids(best.indices), best.values - logits.logsumexp(-1, keepdim=True)
 
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the tokens that drafts choose from, float32 [N, C].
+
+        ``hidden``: hidden states of a draft pass, [N, hidden].
+        """
+        logits: Tensor = self._model.logits(hidden)
+        return logits
+
     def target_ids(self, ids: Tensor) -> Tensor:
-        """Return the target's ids of the draft model's token ids ``ids``; equal by default."""
+        """Return the target's ids of indices into ``draft_logits``; equal by default."""
         return ids
 
     # ---- acceptance ------------------------------------------------------------------------------

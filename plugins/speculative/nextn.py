@@ -10,42 +10,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Component
-from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
-from glowplug.core.plugin.speculative_options import SpeculativeOptions
-from glowplug.plugins.speculative.knobs import check_knobs, shape_of_knobs
+from glowplug.plugins.speculative.draft_vocabulary import check_vocabulary, head_rows
+from glowplug.plugins.speculative.knobs import KnobOptions, check_knobs
 
 
-class NextNOptions(SpeculativeOptions):
+class NextNOptions(KnobOptions):
     use: Literal["nextn"] = "nextn"
     steps: int = Field(
         1, description="tokens drafted after each step; each takes one pass of the NextN layer"
-    )
-    topk: int = Field(
-        1, description="drafts that each pass expands, and branches of each; 1: a chain"
-    )
-    draft_tokens: int | None = Field(
-        None,
-        description="tokens verified per step, the last accepted one included; None: steps + 1 for "
-        "a chain, steps + topk for a tree, if a tree has as many",
     )
     draft_model: str | None = Field(
         None, description="folder of an exported NextN layer; None: the checkpoint's own"
     )
 
-    def width(self) -> int:
-        return self.draft_shape().tokens
+    draft_vocabulary: int | str | None = Field(
+        None,
+        description="tokens that drafts choose from: a number of the most frequent ones, counted "
+        "while serving, or a file of ids (.json, .txt, .npy); None: all. Outputs stay the same",
+    )
 
-    def draft_shape(self) -> DraftShape:
-        return shape_of_knobs(self.steps, self.topk, self.draft_tokens)
+    @field_validator("draft_vocabulary")
+    @classmethod
+    def _number(cls, value: int | str | None) -> int | str | None:
+        """Return a number that was given as text, as on a command line, as a number."""
+        return int(value) if isinstance(value, str) and value.isdecimal() else value
 
-    def draft_folder(self) -> str | None:
-        return self.draft_model
+    def head_rows(self) -> int:
+        return head_rows(self.draft_vocabulary)
 
 
 def check_options(context: CheckContext) -> Iterator[Refusal]:
@@ -55,6 +52,7 @@ def check_options(context: CheckContext) -> Iterator[Refusal]:
     """
     options: NextNOptions = context.options
     yield from check_knobs("nextn", options.steps, options.topk, options.draft_tokens)
+    yield from check_vocabulary("nextn", options.draft_vocabulary, options.topk, context)
 
 
 @hookimpl

@@ -55,6 +55,15 @@ class TestCudaBfloat16(TestAbsorbed):
     device, dtype, error = "cuda", torch.bfloat16, 3e-2
 
 
+def test_a_tree_of_one_row_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that numpy attends to hold trees; a mask may name more keys than its row has."""
+    suite, backend = TestAbsorbed(), TestAbsorbed().backend(16)
+    monkeypatch.setattr(suite, "backend", lambda page_size: backend)
+    for length, span, first_key in ((5, 0, 0), (9, 8, 0), (9, 9, 1), (33, 5, 1), (70, 64, 0)):
+        suite.check_trees([Row(length, 3)], 16, span, first_key)
+        assert backend._row is not None and backend._row.hidden is not None
+
+
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("first_key", [0, 1])
 def test_one_row_in_host_memory(width: int, first_key: int) -> None:

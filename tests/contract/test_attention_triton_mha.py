@@ -13,6 +13,7 @@ from glowplug.core.testing.harness.paged_world import Row, make_world
 from glowplug.core.testing.suites.attention import MhaSuite
 from glowplug.kernels.mha import reference as mha
 from glowplug.plugins.attention.mha.triton import TritonMhaOptions
+from glowplug.plugins.attention.shared.entry_moves import TritonEntryMoves
 
 pytest.importorskip("triton")
 from glowplug.plugins.attention.mha.triton_runtime import TritonMha
@@ -27,6 +28,7 @@ class Suite(MhaSuite):
     def make(self, plan: EnginePlan, worker: Worker) -> TritonMha:
         made = TritonMha(TritonMhaOptions(), plan, worker)
         made._context = 32
+        made._moves = TritonEntryMoves()  # on a CPU, too: interpreted
         return made
 
 

@@ -16,6 +16,7 @@ from glowplug.core.testing.harness.paged_world import Row, make_world
 from glowplug.core.testing.suites.attention import MlaSuite
 from glowplug.kernels.mla import reference as mla
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
+from glowplug.plugins.attention.shared.entry_moves import TritonEntryMoves
 from tests.contract.gpu_mla import GpuMlaSuite, Projections
 
 pytest.importorskip("triton")
@@ -30,7 +31,9 @@ class Suite(MlaSuite):
     merged = True
 
     def make(self, plan: EnginePlan, worker: Worker) -> TritonMla:
-        return TritonMla(TritonMlaOptions(), plan, worker)
+        made = TritonMla(TritonMlaOptions(), plan, worker)
+        made._moves = TritonEntryMoves()  # on a CPU, too: interpreted
+        return made
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted")

@@ -26,11 +26,17 @@ ENTRIES = {
 
 
 def random_moves(rows: int, moves: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return sources and targets int64 [rows, moves]; the first row's entries stay."""
+    """Return sources and targets int64 [rows, moves].
+
+    The first row's entries stay. Entries of the second row move from slots that later moves of
+    the row overwrite. The other rows' moves are random.
+    """
     rng = np.random.default_rng(seed)
     slots = rng.permutation(SLOTS)[: rows * moves].reshape(rows, moves)
     sources = slots.copy()
-    for row in range(1, rows):
+    count = 2 * moves // 3
+    sources[1, :count] = slots[1, moves - count :]
+    for row in range(2, rows):
         path = np.sort(rng.permutation(moves)[: rng.integers(1, moves + 1)])
         sources[row, : len(path)] = slots[row, path]
     return torch.from_numpy(sources), torch.from_numpy(slots)

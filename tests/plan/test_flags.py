@@ -18,6 +18,7 @@ from glowplug.entrypoints.cli.flags.command_line import CommandLine, read_comman
 from glowplug.entrypoints.cli.flags.flag import byte_count, text_list
 from glowplug.entrypoints.cli.flags.layer import command_line_layer, literal
 from glowplug.entrypoints.cli.flags.parser import Parser
+from glowplug.entrypoints.cli.flags.speculative import speculative_config
 from glowplug.entrypoints.cli.flags.table import FLAGS, NO_EFFECT_WITH, NO_EFFECT_WITHOUT
 
 
@@ -92,6 +93,10 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
                 "draft_tokens": 4,
             }
         },
+    ),
+    (
+        ["--speculative-algorithm", "NEXTN", "--speculative-token-map", "ids.json"],
+        {"speculative": {"use": "nextn", "draft_vocabulary": "ids.json"}},
     ),
     (
         ["--speculative-algo", "EAGLE", "--speculative-draft", "d"],
@@ -183,9 +188,14 @@ def test_the_list_above_is_complete() -> None:
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.names[0])
 def test_every_flag_sets_its_field_under_every_name(plugins: PluginSet, flag) -> None:
-    value = {int: "3", float: "0.5", None: None, byte_count: "3G", text_list: '["*"]'}.get(
-        flag.convert, "word"
-    )
+    value = {
+        int: "3",
+        float: "0.5",
+        None: None,
+        byte_count: "3G",
+        text_list: '["*"]',
+        speculative_config: '{"method": "mtp", "num_speculative_tokens": 3}',
+    }.get(flag.convert, "word")
     for name in flag.names:
         words = [name] if value is None else [name, value]
         if flag.names[0] == "--torch-compile-max-bs":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
@@ -113,7 +113,9 @@ def _weight_lines(proposal: Proposal) -> list[BudgetLine]:
     if proposal.values.draft_layers:
         model = proposal.facts.draft or proposal.facts.model
         elements = proposal.draft_elements if proposal.facts.draft else proposal.elements
-        lines.append(_weight_line(proposal, "draft weights", model, elements, storage, True))
+        head = proposal.speculative is not None and proposal.speculative.offers.eagle_head
+        storage = replace(storage, online=0) if head else storage  # heads stay unquantised
+        lines.append(_weight_line(proposal, "draft weights", model, elements, storage, not head))
     return lines
 
 

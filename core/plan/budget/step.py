@@ -18,6 +18,7 @@ from glowplug.core.plugin.offers import SamplerOffers
 
 CUDA_RUNTIME = 736 * MIB  #: bytes of the CUDA context, kernel code and libraries' workspaces
 RESERVED = "attention buffers"  #: name of the budget line for ``AttentionOffers.reserves``
+DRAFT_STATE = "draft state"  #: name of the budget line for ``SpeculativeOffers.reserves``
 HOST_COPIES = 3.0  #: memory of float32 logits and of sampling on a CPU, in copies of the logits
 SCORED = 256  #: prompt positions whose logits are computed at a time (``Runner._score``)
 SCORED_COPIES = 2  #: tensors of their size: logits and log-probabilities
@@ -33,6 +34,8 @@ def workspace_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
     lines = [_activation_line(proposal, counts), _logit_line(proposal, counts.rows)]
     if model.kind == "mla" or model.head_dim:
         lines.append(_rope_tables(proposal))
+    lines += _draft_head_line(proposal)
+    lines += _draft_state_line(proposal, counts.rows)
     if proposal.values.device == "cuda":
         lines += _device_lines(proposal, counts)
     if proposal.config.memory.reserve_bytes:
@@ -62,25 +65,53 @@ def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
 def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
     """Return the budget line of the buffers that attention reserves; [] if it reserves none."""
     attention = proposal.attention
-    values = proposal.values
-    model = proposal.facts.model
     if attention is None or attention.offers.reserves is None:
         return []
-    context = proposal.config.context_length or model.max_positions
-    positions = context + values.width + values.lookahead
-    heads = -(-model.num_heads // axis_size("attn_tp", values.mesh))
-    size = attention.offers.reserves(
-        DecodingRows(
-            rows + 1,
-            positions,
-            values.page_size,
-            max(values.width, values.draft_shape.topk),
-            heads,
-            values.draft_layers > 0,
-        )
-    )
-    how = f"page tables and workspace of {attention.name}, {rows} rows of {context} tokens"
+    size = attention.offers.reserves(_decoding_rows(proposal, rows))
+    how = f"page tables and workspace of {attention.name}, {_rows_of_tokens(proposal, rows)}"
     return [BudgetLine(RESERVED, size, how)] if size else []
+
+
+def _draft_head_line(proposal: Proposal) -> list[BudgetLine]:
+    """Return the budget line of the draft's copy of rows of the head; [] if there is none."""
+    speculative = proposal.speculative
+    rows = speculative.options.head_rows() if speculative is not None else 0
+    if not rows:
+        return []
+    model = proposal.facts.model
+    own = -(-rows // axis_size("attn_tp", proposal.values.mesh))
+    size = own * model.hidden_size * DTYPE_BYTES[proposal.values.dtype]
+    return [BudgetLine("draft head", size, f"{rows} tokens that drafts choose from")]
+
+
+def _draft_state_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
+    """Return the budget line of the state that drafts reserve for each row; [] if there is none."""
+    speculative = proposal.speculative
+    if speculative is None or speculative.offers.reserves is None:
+        return []
+    size = speculative.offers.reserves(_decoding_rows(proposal, rows))
+    how = f"of {speculative.name}, {_rows_of_tokens(proposal, rows)}"
+    return [BudgetLine(DRAFT_STATE, size, how)] if size else []
+
+
+def _decoding_rows(proposal: Proposal, rows: int) -> DecodingRows:
+    """Return the largest decode step. ``rows``: most running sequences."""
+    values = proposal.values
+    positions = _longest(proposal) + values.width + values.lookahead
+    heads = -(-proposal.facts.model.num_heads // axis_size("attn_tp", values.mesh))
+    width = max(values.width, values.draft_shape.topk)
+    return DecodingRows(
+        rows + 1, positions, values.page_size, width, heads, values.draft_layers > 0
+    )
+
+
+def _rows_of_tokens(proposal: Proposal, rows: int) -> str:
+    return f"{rows} rows of {_longest(proposal)} tokens"
+
+
+def _longest(proposal: Proposal) -> int:
+    """Return the tokens of the longest sequence, which the KV cache may limit further."""
+    return proposal.config.context_length or proposal.facts.model.max_positions
 
 
 def _collective_line(proposal: Proposal, counts: Counts) -> list[BudgetLine]:

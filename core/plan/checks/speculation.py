@@ -19,6 +19,7 @@ from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
 FOLDER = "speculative.draft_model"  #: option with the draft model's folder
 EXPORT = "glowplug export-nextn writes one from the model's own checkpoint"
+HEADS = "an EAGLE head trained for this model"
 #: properties that a draft shares with its target: attribute of ``ModelFacts`` -> name
 SHARED = {
     "hidden_size": "hidden size",
@@ -26,12 +27,26 @@ SHARED = {
     "kind": "kind of attention",
     "kv_lora_rank": "latent size (kv_lora_rank)",
     "qk_rope_head_dim": "rotary size (qk_rope_head_dim)",
+    "num_heads": "number of attention heads",
+}
+#: further ones of drafts whose cache has an entry per head
+SHARED_HEADS = {
+    "num_kv_heads": "number of key heads (num_key_value_heads)",
+    "head_dim": "size of a head",
 }
 
+_Drafter = ChosenOf[SpeculativeOffers, SpeculativeOptions]
 
-def _layer_user(proposal: Proposal) -> ChosenOf[SpeculativeOffers, SpeculativeOptions] | None:
-    """Return the speculative algorithm if it needs a next-token layer, else None."""
+
+def _drafter(proposal: Proposal) -> _Drafter | None:
+    """Return the speculative algorithm if it has a draft model, else None."""
     chosen = proposal.speculative
+    return chosen if chosen is not None and chosen.offers.draft_layers else None
+
+
+def _layer_user(proposal: Proposal) -> _Drafter | None:
+    """Return the speculative algorithm if it needs a next-token layer, else None."""
+    chosen = _drafter(proposal)
     return chosen if chosen is not None and chosen.offers.nextn_layer else None
 
 
@@ -75,7 +90,15 @@ def _architecture(
 ) -> Iterator[Refusal]:
     """Refuse a draft folder of another architecture, or without a next-token layer."""
     known = family.draft_architectures | family.architectures
-    if folder.architecture not in known:
+    if folder.architecture in family.eagle_architectures:
+        yield refuse(
+            proposal,
+            "speculative",
+            chosen,
+            f"{folder.path} is a {folder.architecture}: an EAGLE head, not a next-token layer",
+            _users_of_heads(proposal, f"a folder with a next-token layer: {EXPORT}"),
+        )
+    elif folder.architecture not in known:
         yield refuse(
             proposal,
             "speculative",
@@ -97,15 +120,67 @@ def _architecture(
         )
 
 
+def _users_of_heads(proposal: Proposal, otherwise: str) -> str:
+    """Return the fix that names algorithms that draft with EAGLE heads, if any."""
+    return instead(proposal, "speculative", lambda o: o.eagle_head, otherwise)
+
+
+@reads("speculative", "model")
+def check_eagle_head(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse speculation that needs an EAGLE head without a folder that holds a fitting one."""
+    chosen = proposal.speculative
+    model = proposal.model
+    if chosen is None or model is None or not chosen.offers.eagle_head:
+        return
+    none = instead(proposal, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
+    folder = proposal.facts.draft
+    fits = model.offers.eagle_architectures
+
+    def refused(reason: str, fix: str, field: str = "") -> Refusal:
+        return refuse(proposal, "speculative", chosen, reason, fix, field=field)
+
+    if not fits:
+        yield refused(f"{chosen.name} needs an EAGLE head, which {model.name} does not build", none)
+    elif folder is None and not proposal.values.draft_folder:
+        yield refused(
+            f"{chosen.name} drafts with an EAGLE head, and no folder of one is given",
+            f"{FOLDER} = a folder with {HEADS}, or {none}",
+        )
+    elif folder is None:
+        return  # reading it has been refused
+    elif folder.architecture in model.offers.draft_architectures | model.offers.architectures:
+        layers = instead(proposal, "speculative", lambda o: o.nextn_layer, f"{FOLDER} = {HEADS}")
+        yield refused(f"{folder.path} is a {folder.architecture}, not an EAGLE head", layers)
+    elif folder.kind != model.offers.kind:
+        yield refused(
+            f"{folder.path} is a {folder.architecture} with {folder.kind} attention; its keys do "
+            f"not fit the KV cache of {proposal.facts.model.architecture}, which is "
+            f"{model.offers.kind}",
+            f"a head with {model.offers.kind} attention: {listed(fits)}",
+            FOLDER,
+        )
+    elif folder.architecture not in fits:
+        yield refused(
+            f"{folder.path} is a {folder.architecture}, not an EAGLE head for "
+            f"{proposal.facts.model.architecture}",
+            f"a folder of {listed(fits)}",
+            FOLDER,
+        )
+
+
 @reads("speculative", "model")
 def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a draft folder whose sizes, quantisation or tokenizer differ from the target's."""
-    chosen = _layer_user(proposal)
+    chosen = _drafter(proposal)
     target = proposal.facts.model
     folder = proposal.facts.draft
     if chosen is None or folder is None:
         return
-    for key, what in SHARED.items():
+    head = chosen.offers.eagle_head
+    shared = SHARED if target.kind == "mla" else SHARED | SHARED_HEADS
+    if head and folder.kind != target.kind:
+        return  # another check refuses it
+    for key, what in shared.items():
         own = getattr(folder, key)
         other = getattr(target, key)
         if own != other:
@@ -114,19 +189,12 @@ def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
                 "speculative",
                 chosen,
                 f"the draft's {what} is {own}, the model's is {other}",
-                f"a draft made for this model: {EXPORT}",
+                HEADS if head else f"a draft made for this model: {EXPORT}",
                 field=FOLDER,
             )
-    if (folder.quant_method, folder.quant_block) != (target.quant_method, target.quant_block):
-        yield refuse(
-            proposal,
-            "speculative",
-            chosen,
-            f"the draft's weights are {_quantised(folder)}, the model's are "
-            f"{_quantised(target)}, and one scheme loads both",
-            f"a draft quantised like the model: {EXPORT}",
-            field=FOLDER,
-        )
+    quantised = (folder.quant_method, folder.quant_block)
+    if not head and quantised != (target.quant_method, target.quant_block):
+        yield _other_scheme(proposal, chosen, folder, target)
     difference = tokenizer_difference(folder.path, target.path)
     if difference:
         yield refuse(
@@ -137,6 +205,21 @@ def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
             "a draft made with this model's tokenizer",
             field=FOLDER,
         )
+
+
+def _other_scheme(
+    proposal: Proposal, chosen: Chosen, folder: ModelFacts, target: ModelFacts
+) -> Refusal:
+    """Return the refusal of a draft that is quantised otherwise than its target."""
+    return refuse(
+        proposal,
+        "speculative",
+        chosen,
+        f"the draft's weights are {_quantised(folder)}, the model's are "
+        f"{_quantised(target)}, and one scheme loads both",
+        f"a draft quantised like the model: {EXPORT}",
+        field=FOLDER,
+    )
 
 
 def _quantised(model: ModelFacts) -> str:
@@ -153,7 +236,7 @@ def check_draft_weights(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a weight source that cannot read the draft folder's format."""
     source = proposal.weights
     folder = proposal.facts.draft
-    if source is None or folder is None or _layer_user(proposal) is None:
+    if source is None or folder is None or _drafter(proposal) is None:
         return
     if not source.offers.formats & {folder.format, "synthetic"}:
         held = "no weights" if folder.format == "none" else f"{folder.format} weights"

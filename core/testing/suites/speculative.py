@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Sampled, SpeculativeAlgorithm
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.request import SamplingParams
+from glowplug.core.testing.harness.drive import sequence
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
+from glowplug.core.testing.harness.scripted_target import HIDDEN, PAGE, VOCAB
 
-VOCAB = 23
-HIDDEN = 8
 ROWS = 8
+REQUESTS = 24  #: requests of a driven run
+ABORTED = 3  #: the request that is aborted in flight
+ABORT_TURN = 12
+STEMS = 3  #: texts with which prompts begin, so that requests share prefixes
+STEM_TOKENS = 30
+LONE_TOKENS = 45
+
+
+@dataclass(frozen=True)
+class DriveCase:
+    """The conditions of a driven run.
+
+    Attributes:
+        seed: seed of the script and of the prompts.
+        depth: number of steps that may be in flight when the next one is scheduled.
+        cached: whether requests share prefixes.
+        chunk: most prompt tokens of a step.
+        pages: pages of the pool; with few of them, requests are preempted.
+    """
+
+    seed: int
+    depth: int = 1
+    cached: bool = True
+    chunk: int = 16
+    pages: int = 8 * 16 + 1
+
+
+DRIVES = (
+    DriveCase(0),
+    DriveCase(1, depth=0, cached=False),
+    DriveCase(2, chunk=5),
+    DriveCase(3, pages=26),
+    DriveCase(4, chunk=3, depth=0),
+)
 
 
 class Greedy:
@@ -126,8 +166,20 @@ def likely(tokens: list[int]) -> Tensor:
 class SpeculativeSuite:
     """Tests of the results that the runner relies on, for any algorithm.
 
-    These are shapes, the rows that yield a token, and the token that follows.
+    The first tests check single steps: shapes, the rows that yield a token, and the token that
+    follows. The driven ones run requests to their end around a target that follows a script
+    (``scripted_target``): prompts in chunks beside decoding rows, cached prefixes, rows with new
+    owners, preempted and aborted requests, and steps without rows.
+
+    An algorithm for a plan with other sizes than those of ``harness.plans.sizes`` is not tested. A
+    draft model that shifts its cache by one can be a ``harness.scripted_draft.ScriptedDraft``,
+    which checks the hidden states and the cache entries that a draft pass reads.
+
+    Attributes:
+        shape: size of the drafts of the algorithm that ``make`` returns; None: a chain.
     """
+
+    shape: DraftShape | None = None
 
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         """Return the algorithm with its draft model (if any) built and reserved."""
@@ -182,9 +234,11 @@ class SpeculativeSuite:
         width = algorithm.width()
         batch = step([0, 3], 2, [width] * 2, [2 + width] * 2)
         batch.input_ids = algorithm.draft(batch).flatten()
-        made = self.accept(algorithm, batch, list(range(6, 6 + 2 * width)))
+        tokens = [(6 + place) % VOCAB for place in range(2 * width)]
+        made = self.accept(algorithm, batch, tokens)
         assert set(made.counts.tolist()) <= set(range(1, width + 1))
-        assert made.tokens[:, 0].tolist() == [6, 6 + width], "the first token is the target's"
+        first = made.tokens[:, 0].tolist()
+        assert first == [tokens[0], tokens[width]], "the first token is the target's"
         last = made.tokens.gather(1, made.counts.long()[:, None] - 1)
         following = algorithm.draft(step([3, 0], 2, [width] * 2, [9] * 2))[:, :1]
         assert torch.equal(following, last.flip(0))
@@ -196,3 +250,62 @@ class SpeculativeSuite:
         width = algorithm.width()
         drafted = algorithm.draft(step([2, 6, 1], 3, [width] * 3, [9] * 3))
         assert drafted[:, 0].tolist() == [9, 11, 8]
+
+    # ---- driven runs -----------------------------------------------------------------------------
+
+    def prepare(self, drive: ScriptedDrive) -> None:
+        """Change the parts of a driven run before it begins."""
+
+    def driven(self, case: DriveCase) -> ScriptedDrive:
+        """Run requests to their end, compare every step with the script, and return the driver."""
+        limits = Limits(
+            rows=ROWS + 1, context=128, num_pages=case.pages, width=1, vocab=VOCAB, hidden=HIDDEN
+        )
+        algorithm = self.make(limits)
+        width = algorithm.width()
+        shape = self.shape or DraftShape.chain(width - 1)
+        plan = bare_plan(
+            width=width,
+            draft_shape=shape,
+            lookahead=shape.lookahead,
+            num_pages=case.pages,
+            chunk_size=case.chunk,
+            max_step_tokens=case.chunk + ROWS * width,
+            page_size=PAGE,
+        )
+        drive = ScriptedDrive(algorithm, plan, seed=case.seed, depth=case.depth, cached=case.cached)
+        self.prepare(drive)
+        rng = random.Random(case.seed)
+        # first a request alone, so that its chunks end where the page table ends
+        drive.add(sequence(REQUESTS, _tokens(rng, LONE_TOKENS), max_tokens=9))
+        drive.run()
+        _submit(drive, rng)
+        for _ in range(ABORT_TURN):
+            drive.turn()
+        drive.abort(ABORTED)
+        drive.run()
+        return drive
+
+    @pytest.mark.parametrize("case", DRIVES, ids=str)
+    def test_answers_follow_the_script(self, case: DriveCase) -> None:
+        drive = self.driven(case)
+        stats = drive.scheduler.load()
+        assert (stats.preemptions > 0) == (case.pages < DRIVES[0].pages)
+        hits = [seen.admitted.cached_tokens for seen in drive.seen.values() if seen.admitted]
+        assert (sum(hits) > 0) == case.cached
+        if drive.runner.speculative.width() > 1:
+            assert min(drive.counts) == 1 < max(drive.counts), "no draft was accepted"
+
+
+def _submit(drive: ScriptedDrive, rng: random.Random) -> None:
+    """Submit requests, some of which begin alike."""
+    stems = [_tokens(rng, STEM_TOKENS) for _ in range(STEMS)]
+    for id in range(REQUESTS):
+        stem = rng.choice(stems)[: rng.randrange(STEM_TOKENS)]
+        prompt = stem + _tokens(rng, rng.randint(1, 13))
+        drive.add(sequence(id, prompt, max_tokens=rng.randint(1, 30)))
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    """Return random tokens without the last id, which the script does not use."""
+    return [rng.randrange(VOCAB - 1) for _ in range(count)]

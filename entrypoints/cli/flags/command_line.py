@@ -21,11 +21,11 @@ from glowplug.core.facts.model_folder import EMBEDDED
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.entrypoints.cli.flags.flag import GivenFlag
 from glowplug.entrypoints.cli.flags.layer import command_line_layer, drop_unused_options, value_at
 from glowplug.entrypoints.cli.flags.output_parsers import without_wrong_parsers
 from glowplug.entrypoints.cli.flags.parallel import arrange
-from glowplug.entrypoints.cli.flags.table import ALWAYS_ON
+from glowplug.entrypoints.cli.flags.speculative import resolve_eagle, with_single_flags
+from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, FLAGS
 
 
 def serve_defaults(
@@ -124,7 +124,7 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
         ConfigError: the file or the fact sheet cannot be read.
     """
     plugins = plugins or load_plugins(extra=args.extra_plugins, block=args.blocked_plugins)
-    given: list[GivenFlag] = getattr(args, "engine_flags", [])
+    given = list(with_single_flags(getattr(args, "engine_flags", []), FLAGS))
     layer, notes = command_line_layer(given, args.overrides)
     notes += _always_on_notes(args)
     if args.config:
@@ -132,6 +132,7 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
     notes += [Decision(path, value, "operator", why) for path, value, why in layer.replaced]
     notes += [*arrange(layer, given), *drop_unused_options(layer, given)]
     _resolve_attention(layer, plugins)
+    resolve_eagle(layer, given, plugins)
     source = Path(args.config).name if args.config else "the command line"
     return CommandLine(layer, source, plugins, _sheet(args.facts, layer), notes)
 

@@ -8,6 +8,7 @@ then refuses the component by name.
 from __future__ import annotations
 
 from glowplug.entrypoints.cli.flags.flag import Flag, byte_count, switch
+from glowplug.entrypoints.cli.flags.speculative import CONFIG_FLAG, speculative_config
 
 DTYPES = {
     "half": "float16",
@@ -17,16 +18,17 @@ DTYPES = {
     "bf16": "bfloat16",
 }
 KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
-#: NOTE: published DeepSeek commands use the name EAGLE for drafting with the NextN layer
+#: NOTE: published DeepSeek commands use the name EAGLE for drafting with the NextN layer; with the
+#: folder of an EAGLE head it means ``eagle`` (``speculative.resolve_eagle``)
 ALGORITHMS = {
     "NEXTN": "nextn",
     "EAGLE": "nextn",
-    "eagle": "nextn",
     "MTP": "nextn",
     "DEEPSEEK_MTP": "nextn",
     "mtp": "nextn",
     "deepseek_mtp": "nextn",
-    "EAGLE3": "eagle3",
+    "EAGLE3": "eagle",
+    "eagle3": "eagle",
     "NGRAM": "ngram",
 }
 POLICIES = {"lpm": "longest_prefix", "longest-prefix": "longest_prefix"}
@@ -189,8 +191,14 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--speculative-algorithm", "--speculative-algo", "--spec-method"),
         "speculative.use",
-        "draft algorithm: nextn (EAGLE is the same), ...",
+        "draft algorithm: nextn, eagle (EAGLE: by the draft's folder), ...",
         values=ALGORITHMS,
+    ),
+    Flag(
+        (CONFIG_FLAG, "-sc"),
+        "speculative",
+        "speculation as a JSON object: method, model, num_speculative_tokens",
+        speculative_config,
     ),
     Flag(
         (
@@ -215,6 +223,11 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         "speculative.draft_tokens",
         "tokens verified per step",
         int,
+    ),
+    Flag(
+        ("--speculative-token-map",),
+        "speculative.draft_vocabulary",
+        "file of the token ids that drafts choose from, or the number of frequent ones to count",
     ),
     # graphs
     switch("--disable-cuda-graph --enforce-eager", "graphs.use", "eager", "run every step eagerly"),

@@ -45,7 +45,6 @@ ALTERNATIVES: tuple[tuple[str, str], ...] = (
         r"^(compilation-config|optimization-level)$",
         "use --enable-torch-compile and --cuda-graph-bs",
     ),
-    (r"^speculative-config$", "use --speculative-algorithm NEXTN --speculative-num-steps N"),
     (r"lora|prompt-adapter", "merge the adapter into the checkpoint"),
     (
         r"(^|-)(mm|asr|media|image|video)(-|$)|multimodal|^language-|^encoder-",

@@ -143,7 +143,7 @@ SGLANG = frozenset(
     speculative-ngram-external-sam-budget speculative-ngram-match-type
     speculative-ngram-max-bfs-breadth speculative-ngram-max-match-window-size
     speculative-ngram-max-trie-depth speculative-ngram-min-bfs-breadth
-    speculative-ngram-min-match-window-size speculative-token-map speculative-use-block-verification
+    speculative-ngram-min-match-window-size speculative-use-block-verification
     speculative-use-rejection-sampling ssl-keyfile-password startup-weight-load-mode stream-output
     stream-response-default-include-usage strip-thinking-cache swa-full-tokens-ratio
     swa-prefix-tails tbo-token-distribution-threshold tokenizer-backend

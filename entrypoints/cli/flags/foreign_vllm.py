@@ -71,7 +71,7 @@ VLLM = frozenset(
     scheduler-delay-factor scheduler-reserve-full-isl show-hidden-metrics-for-version
     skip-mm-profiling sleep-mode-backend sleep-mode-offload-cudagraph sleep-preserve-parameter-names
     sparse-indexer-topk-backend spec-decoding-acceptance-method specialize-active-lora
-    speculative-config speculative-disable-by-batch-size speculative-disable-mqa-scorer
+    speculative-disable-by-batch-size speculative-disable-mqa-scorer
     speculative-draft-tensor-parallel-size speculative-max-model-len speculative-model-quantization
     sse-keep-alive-interval ssl-cert-reqs ssl-ciphers structured-outputs-config swa-bounded-replay
     swap-space task tokenizer-pool-extra-config tokenizer-pool-size tokenizer-pool-type

@@ -97,6 +97,11 @@ class TorchMha:
             return outputs[0]
         return torch.cat(outputs) if outputs else q.new_empty(0, layer.heads * layer.head_dim)
 
+    def store_mha(self, k: Tensor, v: Tensor, kv_slots: Tensor, layer: MhaLayer) -> None:
+        pool = self._kv[layer.index]
+        store(pool["k"], kv_slots, k)
+        store(pool["v"], kv_slots, v)
+
     def _cached(
         self, group: Group, query: Tensor, pool: Mapping[str, Tensor], layer: MhaLayer
     ) -> Tensor:

@@ -113,6 +113,9 @@ class TorchMla:
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         raise NotImplementedError("torch_mla offers kind mla only")
 
+    def store_mha(self, k: Tensor, v: Tensor, kv_slots: Tensor, layer: MhaLayer) -> None:
+        raise NotImplementedError("torch_mla offers kind mla only")
+
     def move_entries(self, sources: Tensor, targets: Tensor, layers: range) -> None:
         self._moves.run(sources, targets, layers)
 

@@ -143,3 +143,7 @@ class PagedMha:
             return q.new_empty(0, layer.heads * layer.head_dim)
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.view(tokens, layer.heads * layer.head_dim)
+
+    def store_mha(self, k: Tensor, v: Tensor, kv_slots: Tensor, layer: MhaLayer) -> None:
+        kv = self._kv[layer.index]
+        mha_store(k, v, kv["k"], kv["v"], kv_slots, False)

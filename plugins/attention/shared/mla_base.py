@@ -242,6 +242,9 @@ class PagedMla:
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         raise NotImplementedError("this backend offers kind mla only")
 
+    def store_mha(self, k: Tensor, v: Tensor, kv_slots: Tensor, layer: MhaLayer) -> None:
+        raise NotImplementedError("this backend offers kind mla only")
+
     def move_entries(self, sources: Tensor, targets: Tensor, layers: range) -> None:
         self._moves.run(sources, targets, layers)
 

@@ -1,0 +1,94 @@
+"""Speculation as other engines' command lines give it: a JSON object, and EAGLE by its folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from glowplug.core.config.files import Layer, set_path
+from glowplug.core.errors import GlowplugError
+from glowplug.core.plugin.offers import ModelOffers
+from glowplug.core.plugin.registry import PluginSet
+from glowplug.entrypoints.cli.flags.flag import Flag, GivenFlag
+
+CONFIG_FLAG = "--speculative-config"  #: vLLM's flag for all settings of speculation
+ALGORITHM_FLAG = "--speculative-algorithm"
+#: key of vLLM's object -> the flag with the same meaning
+KEYS = {
+    "method": ALGORITHM_FLAG,
+    "model": "--speculative-draft-model-path",
+    "num_speculative_tokens": "--speculative-num-steps",
+}
+#: names by which other engines choose EAGLE heads and next-token layers
+EAGLE_NAMES = frozenset({"EAGLE", "EAGLE3"})
+ALGORITHM = "speculative.use"
+FOLDER = "speculative.draft_model"
+
+
+def speculative_config(text: str) -> dict[str, Any]:
+    """Parse the value of ``--speculative-config``: a JSON object with vLLM's keys.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no such object.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not found:
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is no JSON object such as {{"method": "eagle3", "model": "FOLDER", '
+            f'"num_speculative_tokens": 3}}'
+        )
+    unknown = sorted(found.keys() - KEYS.keys())
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"the keys {', '.join(KEYS)} are known, not {', '.join(unknown)}: leave it out; a "
+            "draft is split over ranks and sized like its model"
+        )
+    if "method" not in found and "model" in found:
+        found["method"] = "eagle"
+    return found
+
+
+def with_single_flags(given: Iterable[GivenFlag], flags: Iterable[Flag]) -> Iterator[GivenFlag]:
+    """Yield ``given``, with one flag for each key of a ``--speculative-config``.
+
+    Args:
+        given: flags in command-line order.
+        flags: all flags.
+    """
+    by_name: Mapping[str, Flag] = {flag.names[0]: flag for flag in flags}
+    for one in given:
+        if one.flag.names[0] != CONFIG_FLAG:
+            yield one
+            continue
+        for key, value in one.value.items():
+            yield GivenFlag(by_name[KEYS[key]], f"{one.spelling} {key}", value)
+
+
+def resolve_eagle(layer: Layer, given: Iterable[GivenFlag], plugins: PluginSet) -> None:
+    """Choose between EAGLE heads and next-token layers by the draft's folder.
+
+    Other engines use the name EAGLE for both. With the folder of an EAGLE head, "EAGLE" and
+    "EAGLE3" choose ``eagle``; with that of a next-token layer, they choose ``nextn``.
+    """
+    names = {
+        str(one.value).upper() for one in given if one.flag.names[0] == ALGORITHM_FLAG
+    } & EAGLE_NAMES
+    speculative = layer.data.get("speculative")
+    folder = speculative.get("draft_model") if isinstance(speculative, Mapping) else None
+    if not names or not isinstance(folder, str) or ALGORITHM not in layer.origins:
+        return
+    try:
+        architecture = plugins.read_model(folder).facts.architecture
+    except GlowplugError:
+        return  # the plan reports it
+    for found in plugins.components("model"):
+        offers = found.component.offers
+        if isinstance(offers, ModelOffers) and architecture in offers.eagle_architectures:
+            set_path(layer.data, ALGORITHM, "eagle")
+        elif isinstance(offers, ModelOffers) and architecture in offers.draft_architectures:
+            set_path(layer.data, ALGORITHM, "nextn")

@@ -1,0 +1,133 @@
+"""Checks of an EAGLE head's folder against its target. Plan zone: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glowplug.core.errors import Refusal
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.safetensors_header import read_places
+from glowplug.core.plugin.component import CheckContext
+from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers
+from glowplug.models.eagle.config import FEATURE_KEY, OFFSETS, EagleConfig
+
+FOLDER = "speculative.draft_model"
+ANOTHER = "a head trained for this model"
+COMPLETE = "the head's folder as it was published"
+
+
+def check_head(context: CheckContext) -> Iterator[Refusal]:
+    """Refuse a head of an unsupported form, or one that does not fit the target's layers."""
+    head = context.facts.draft
+    chosen = [one for one in context.of(SpeculativeOffers) if one.offers.eagle_head]
+    if head is None or not chosen:
+        return
+    families = context.of(ModelOffers)
+    if not any(head.architecture in one.offers.eagle_architectures for one in families):
+        return  # refused by a check of the speculative algorithm
+    reasons = [*_form(head), *_features(head, context.facts.model), *_vocabulary(head)]
+    for reason, fix in reasons:
+        yield Refusal("models", FOLDER, reason, fix)
+    size = EagleConfig.read(head).draft_vocab
+    branches = getattr(chosen[0].options, "topk", 1)
+    if not reasons and branches > size:
+        yield Refusal(
+            "models",
+            "speculative.topk",
+            f"topk is {branches}; the head drafts {size} different tokens",
+            f"speculative.topk = {size}",
+        )
+
+
+def _form(head: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Yield reasons and fixes for forms of a head that are not built."""
+    if head.num_layers != 1:
+        yield f"the head {head.path} has {head.num_layers} layers; heads of one layer run", ANOTHER
+    if not head.config.get("intermediate_size"):
+        yield f"{head.path}/config.json has no intermediate_size", COMPLETE
+    if head.quant_method != "none":
+        yield (
+            f"the head's weights are quantised ({head.quant_method}); heads are loaded unquantised",
+            "the head in bfloat16",
+        )
+
+
+def _features(head: ModelFacts, target: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Yield reasons and fixes for features that the target does not have.
+
+    Columns of ``fc`` that do not fit the features are those of a head for another model.
+    """
+    config = EagleConfig.read(head)
+    hidden = head.hidden_size
+    inputs = 2 * hidden
+    if config.version == 3:
+        layers = config.features_of(target.num_layers)
+        wrong = [layer for layer in layers if not 0 <= layer <= target.num_layers]
+        if wrong:
+            yield (
+                f"the head reads features after layers {', '.join(map(str, layers))}; the model "
+                f"has {target.num_layers} layers",
+                f"{ANOTHER}, or {FEATURE_KEY} in its config.json with numbers up to "
+                f"{target.num_layers}",
+            )
+        inputs = len(layers) * hidden
+    fc = head.tensors.get(f"{config.root}fc.weight")
+    if fc is None and head.tensors and inputs:
+        yield f"{head.path} holds no fc.weight, the projection of an EAGLE head", COMPLETE
+    elif fc is not None and fc.shape != (hidden, inputs):
+        yield (
+            f"the head's fc.weight is {'x'.join(map(str, fc.shape))}, it reads {inputs} numbers of "
+            f"this model and makes {hidden}",
+            ANOTHER,
+        )
+
+
+def _vocabulary(head: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Yield reasons and fixes for a draft vocabulary that is no part of the target's."""
+    config = EagleConfig.read(head)
+    size = config.draft_vocab
+    offsets = head.tensors.get(OFFSETS)
+    if not 0 < size <= head.vocab_size:
+        yield (
+            f"the head's draft vocabulary has {size} tokens (draft_vocab_size), the model's "
+            f"vocabulary {head.vocab_size}",
+            COMPLETE,
+        )
+        return
+    own = head.tensors.get("lm_head.weight")
+    if size < head.vocab_size and head.tensors and (offsets is None or own is None):
+        missing = OFFSETS if offsets is None else "lm_head.weight"
+        yield f"the head drafts {size} of {head.vocab_size} tokens and holds no {missing}", COMPLETE
+        return
+    if offsets is None:
+        return
+    if offsets.shape != (size,):
+        yield (
+            f"{OFFSETS} has {'x'.join(map(str, offsets.shape))} ids, draft_vocab_size is {size}",
+            COMPLETE,
+        )
+        return
+    ids = np.arange(size) + _integers(head, OFFSETS)
+    outside = ids[(ids < 0) | (ids >= head.vocab_size)]
+    if len(outside):
+        yield (
+            f"{OFFSETS} maps {len(outside)} draft ids out of the model's vocabulary of "
+            f"{head.vocab_size} tokens, the first to {outside[0]}",
+            COMPLETE,
+        )
+    elif len(np.unique(ids)) < size:
+        yield f"{OFFSETS} maps several draft ids to one token", COMPLETE
+
+
+def _integers(head: ModelFacts, name: str) -> NDArray[np.int64]:
+    """Return the values of a tensor of integers in the head's folder."""
+    path = Path(head.path) / head.tensors[name].file
+    fact, start, end = read_places(path)[name]
+    with open(path, "rb", buffering=0) as stream:
+        stream.seek(start)
+        raw = stream.read(end - start)
+    return np.frombuffer(raw, np.dtype(fact.dtype)).astype(np.int64)
