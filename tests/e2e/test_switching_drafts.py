@@ -66,10 +66,12 @@ def wanted(folder: Path) -> Iterator[tuple[list[Completion], list[Completion]]]:
         yield llm.generate(prompts(), GREEDY), llm.generate(prompts(), features())
 
 
-DRAFTS: dict[str, tuple[dict[str, int], set[int]]] = {
+DRAFTS: dict[str, tuple[dict[str, Any], set[int]]] = {
     "one": ({"steps": 1}, {1, 2}),
     "chain": ({"steps": 3}, {1, 2, 4}),
     "tree": ({"steps": 3, "topk": 3, "draft_tokens": 8}, {1, 4, 8}),
+    "ngram": ({"use": "ngram", "steps": 3}, {1, 2, 4}),
+    "ngram_tree": ({"use": "ngram", "steps": 3, "topk": 3, "draft_tokens": 8}, {1, 4, 8}),
 }
 
 
