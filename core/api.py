@@ -1,7 +1,8 @@
 """The public interface of core for plugin authors: every name a third-party plugin needs.
 
 ``from glowplug.core.api import Component, hookimpl`` works without torch. Runtime classes may also
-import from ``core.layers``, ``core.step`` and ``core.protocols``; all other modules are private.
+import from ``core.layers``, ``core.step``, ``core.protocols`` and ``core.speculation``; all other
+modules are private.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from glowplug.core.facts.model_facts import (
 )
 from glowplug.core.facts.stored_formats import StoredLeaf
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
+from glowplug.core.plugin.byte_costs import DecodingRows, token_drafts_bytes
 from glowplug.core.plugin.component import (
     CONTRACT,
     OPERATIONAL,
@@ -42,6 +44,7 @@ from glowplug.core.plugin.component import (
     Tuner,
 )
 from glowplug.core.plugin.decided import Decided
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import (
     AttentionOffers,
@@ -99,7 +102,9 @@ __all__ = [
     "Component",
     "ConfigError",
     "Decision",
+    "DecodingRows",
     "DeviceFacts",
+    "DraftShape",
     "EnginePlan",
     "ExecutorOffers",
     "ExecutorOptions",
@@ -149,5 +154,6 @@ __all__ = [
     "WeightOffers",
     "WeightOptions",
     "hookimpl",
+    "token_drafts_bytes",
     "weight_classes",
 ]

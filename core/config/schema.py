@@ -77,6 +77,11 @@ class EngineConfig(Section):
     context_length: int | None = Field(
         None, ge=1, description="longest sequence in tokens; None: the model's if it fits"
     )
+    benchmark: bool = Field(
+        False,
+        description="the engine only serves measurements, so its answers may be meaningless; set "
+        "by glowplug bench",
+    )
     skip_tokenizer: bool = Field(False, description="accept and return token ids only")
     revision: str | None = Field(None, description="accepted without effect; nothing is downloaded")
     trust_remote_code: bool = Field(
@@ -109,6 +114,8 @@ class EngineConfig(Section):
             "revision": "the model is read where it is, nothing is downloaded",
             "trust_remote_code": "code from a model folder is never run",
         }
+        if self.speculative.simulate_accept_rates is None:
+            found["benchmark"] = "no acceptance is simulated"
         if self.skip_tokenizer:
             found |= dict.fromkeys(
                 ("tokenizer", "chat_template"), "this engine runs without a tokenizer"

@@ -21,10 +21,11 @@ from typing import Any, cast
 
 from glowplug.core.engine.controls import ControlHandler, RankControls
 from glowplug.core.engine.in_flight import InFlight
-from glowplug.core.engine.observe import PrefillTimer, StepObserver, StepTimer
+from glowplug.core.engine.observe import StepMeters, StepObserver
 from glowplug.core.engine.runner import Runner
 from glowplug.core.engine.stalls import CODE, Stall, StallWatch
 from glowplug.core.errors import RequestError
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import AdaptiveScheduler, Collectives, Scheduler
 from glowplug.core.protocols.parallel_stack import ParallelStack
@@ -82,7 +83,7 @@ class Engine:
         runner: runs the batches.
         parallel: the rank's parallel strategies; they have the request router and agree on steps.
         collectives: the collectives over all ranks.
-        overlap: launch a step before the results of the previous one are read.
+        plan: the plan; its ``overlap`` launches a step before the previous one's results are read.
         clock: the common time of the ranks; each turn sets it.
         stalls: finds requests that a component would hold for ever.
         ranks: number of ranks that run this loop together.
@@ -104,7 +105,7 @@ class Engine:
         runner: Runner,
         parallel: ParallelStack,
         collectives: Collectives,
-        overlap: bool,
+        plan: EnginePlan,
         clock: RankClock,
         stalls: StallWatch,
         ranks: int = 1,
@@ -117,7 +118,7 @@ class Engine:
         self.runner = runner
         self.parallel = parallel
         self.collectives = collectives
-        self.overlap = overlap
+        self.overlap = plan.overlap
         self.clock = clock
         self.leads = leads
         self.observers = tuple(observers)
@@ -129,9 +130,7 @@ class Engine:
         self._inflight: InFlight | None = None
         self._stats_due = 0.0
         self._stalls = stalls
-        self._timer = StepTimer()  # of this group's steps
-        self._busy_timer = StepTimer()  # of all groups' steps
-        self._prefills = PrefillTimer(runner.table)
+        self._meters = StepMeters(plan, runner.table)
         self._was_busy = False
 
     @property
@@ -260,7 +259,7 @@ class Engine:
         batch = self._agreed(self._next_batch(outputs))
         launched = None
         if batch is not None:
-            self._time_launch(batch)
+            self._meters.launch(batch)
             launched = self.runner.launch(batch)
         if self.overlap:
             due = self._inflight
@@ -332,15 +331,6 @@ class Engine:
                 batch.draft_shape = shape.draft_shape
         return batch
 
-    def _time_launch(self, batch: Batch) -> None:
-        """Record a launch in the timers; the group's own timer leaves out idle steps."""
-        self._busy_timer.launch()
-        self._prefills.launch(batch)
-        if batch.mode is Mode.IDLE:
-            self._timer.idle()
-        else:
-            self._timer.launch()
-
     def _with_load(self, shape: StepShape) -> StepShape:
         """Return ``shape`` with the load of this group."""
         load = self.scheduler.load()
@@ -357,13 +347,11 @@ class Engine:
         """Wait for a step, commit it, and return its outputs; an idle step has none."""
         result = inflight.wait()
         check_exchanges(self.collectives)
-        self._busy_timer.done()
-        if inflight.batch.mode is Mode.IDLE:
+        measured = self._meters.done(inflight, result)
+        if measured is None:
             return []
-        self._timer.done(inflight.waited)
-        prefilled = self._prefills.done(inflight.batch, result)
         output = self.scheduler.commit(inflight.batch, result)
-        output.prefilled = prefilled
+        measured.add_to(output)
         self._note_ends(output)
         for observer in self.observers:
             observer.step(inflight.batch, output)
@@ -377,9 +365,7 @@ class Engine:
         turned_idle = self._was_busy and not busy
         self._was_busy = busy
         if not busy:
-            self._timer.idle()
-            if not self._load:
-                self._busy_timer.idle()
+            self._meters.idle(self._load == 0)
         if not turned_idle and now < self._stats_due:
             return
         self._stats_due = now + STATS_EVERY
@@ -392,8 +378,6 @@ class Engine:
 
     def _stats(self) -> Stats:
         stats = self.scheduler.load()
-        stats.step_seconds = self._timer.step_seconds
-        stats.bubble_seconds = self._timer.bubble_seconds
-        stats.busy_seconds = self._busy_timer.step_seconds
+        self._meters.fill(stats)
         stats.group = 0 if self._router is None else self._router.group
         return stats

@@ -1,4 +1,4 @@
-"""Step observers and the timers of the engine's loop.
+"""Step observers, and the meters of the engine's loop: times, and counts of drafts.
 
 Observers are called directly after each commit, never through hooks.
 """
@@ -8,12 +8,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from glowplug.core.engine.draft_meter import DraftMeter
+from glowplug.core.engine.in_flight import InFlight
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, StepResult
-from glowplug.core.step.messages import StepOutput
+from glowplug.core.step.messages import Stats, StepOutput
 from glowplug.core.step.sequence_table import SequenceTable
 
 
@@ -125,3 +130,63 @@ class PrefillTimer:
             if sequence.started is not None:
                 found.append((sequence.id, now - sequence.started))
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredStep:
+    """The fields of a step's output that the meters set; see ``StepOutput``."""
+
+    prefilled: list[tuple[int, float]]
+    drafts: int
+    prompted: list[int]
+
+    def add_to(self, output: StepOutput) -> None:
+        """Set the fields in ``output``."""
+        output.prefilled = self.prefilled
+        output.drafts = self.drafts
+        output.prompted = self.prompted
+
+
+class StepMeters:
+    """The meters of the steps of one rank's group."""
+
+    def __init__(self, plan: EnginePlan, table: SequenceTable) -> None:
+        self._own = StepTimer()  # of this group's steps
+        self._busy = StepTimer()  # of all groups' steps
+        self._prefills = PrefillTimer(table)
+        self._drafts = DraftMeter(plan.sizes.draft_shape, table)
+
+    def launch(self, batch: Batch) -> None:
+        """Record a launch; the timer of the group's own steps leaves out idle ones."""
+        self._busy.launch()
+        self._prefills.launch(batch)
+        if batch.mode is Mode.IDLE:
+            self._own.idle()
+        else:
+            self._own.launch()
+
+    def done(self, inflight: InFlight, result: StepResult) -> MeasuredStep | None:
+        """Record the result of the oldest step in flight; call this before it is committed.
+
+        Returns:
+            The fields to set in the step's output; None if the step was idle.
+        """
+        batch = inflight.batch
+        self._busy.done()
+        if batch.mode is Mode.IDLE:
+            return None
+        self._own.done(inflight.waited)
+        return MeasuredStep(self._prefills.done(batch, result), *self._drafts.done(batch, result))
+
+    def idle(self, everywhere: bool) -> None:
+        """Record that this group has nothing to do; ``everywhere``: no other group has either."""
+        self._own.idle()
+        if everywhere:
+            self._busy.idle()
+
+    def fill(self, stats: Stats) -> None:
+        """Set the times of steps and the counters of drafts in ``stats``."""
+        stats.step_seconds = self._own.step_seconds
+        stats.bubble_seconds = self._own.bubble_seconds
+        stats.busy_seconds = self._busy.step_seconds
+        self._drafts.fill(stats)

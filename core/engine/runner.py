@@ -25,6 +25,7 @@ from glowplug.core.protocols import (
     Sampler,
     SpeculativeAlgorithm,
 )
+from glowplug.core.speculation.simulated import SimulatedAcceptance
 from glowplug.core.step.batch import Accepted, Batch, PromptLogprobs
 from glowplug.core.step.graph_pieces import DIRECT, DraftExtend, SplitPoints
 from glowplug.core.step.sampled_last_layer import HostEnds
@@ -55,6 +56,7 @@ class Runner:
         draft_extend: DraftExtend | None = None,
         sampled_last_layer: bool = False,
         layers: int = 0,
+        simulated: SimulatedAcceptance | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -71,6 +73,7 @@ class Runner:
             assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
             self._ends_model = model
         self._layers = layers
+        self._simulated = simulated
         self._speculates = speculative.width() > 1
         self._on_host = self.device.type == "cpu"
 
@@ -167,6 +170,7 @@ class Runner:
         return self.model.forward if self._ends_model is None else self._ends_model.trunk
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
+        batch.simulated = self._simulated
         accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
         if accepted.path is not None:
             self._keep_path(batch, accepted.path)
@@ -198,6 +202,8 @@ class Runner:
                     len(sequence.prompt),
                     sequence.stop_ids,
                 )
+                if self._simulated is not None:
+                    self._simulated.join(sequence.row, sequence.params)
         self.sampler.plan_step(batch)
 
     def _complete(self, batch: Batch) -> None:

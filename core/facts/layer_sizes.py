@@ -47,6 +47,8 @@ class LayerSizes:
         experts_per_token: routed experts of a token.
         shared_experts: size of the shared expert, in routed experts.
         routed: whether each layer has routed experts, next-token layers included; () for none.
+        features: of a draft model: hidden states that it reads of each token of its target beside
+            the final one.
     """
 
     value: int = 0
@@ -56,6 +58,7 @@ class LayerSizes:
     experts_per_token: int = 0
     shared_experts: int = 0
     routed: tuple[bool, ...] = ()
+    features: int = 0
 
     def routes(self, layer: int) -> bool:
         """Return whether layer number ``layer`` has routed experts."""

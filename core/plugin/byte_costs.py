@@ -89,6 +89,15 @@ class DecodingRows:
         return -(-self.positions // self.page_size)
 
 
+def token_drafts_bytes(step: DecodingRows) -> int:
+    """Return the bytes that ``speculation.token_drafts.TokenDrafts`` reserves.
+
+    These are the tokens and the length of each row, in int32, and for trees three int64 per token
+    of a step.
+    """
+    return step.rows * ((step.positions + 2) * NUMBER_BYTES + 3 * 8 * step.width)
+
+
 @dataclass(frozen=True)
 class ExpertsStep:
     """The routed experts of one layer on one rank.

@@ -212,6 +212,8 @@ class SpeculativeOffers(Offers):
         eagle_head: it needs an EAGLE head, in a draft folder.
         first_key: its draft's cache has no entry for the first position, so attention must observe
             ``Batch.first_key``.
+        simulates: its drafts are verified by ``core.speculation.verify``, or it applies
+            ``Batch.simulated`` in a verification of its own.
         reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
             beside the KV cache and the states of pages; None for 0 bytes.
         adapts: its methods follow ``Batch.draft_shape`` of each step, also without drafts.
@@ -223,6 +225,7 @@ class SpeculativeOffers(Offers):
     nextn_layer: bool = False
     eagle_head: bool = False
     first_key: bool = False
+    simulates: bool = False
     reserves: Callable[[DecodingRows], int] | None = None
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from glowplug.core.plugin.component import CheckContext, Options
@@ -21,6 +23,13 @@ class SpeculativeOptions(Options):
         None,
         description="file with the seconds of a step for each size of the drafts, written by "
         "glowplug tune speculative; None: measured at start-up",
+    )
+    simulate_accept_rates: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
+        None,
+        min_length=1,
+        description="benchmarks only, the answers are meaningless: probability that the draft at "
+        "each position is accepted if those before it are, instead of the target's choice; it "
+        "needs benchmark = true",
     )
 
     def width(self) -> int:

@@ -76,7 +76,8 @@ def _sampled(
         owners = torch.cat([owners, batch.row_ids[ends]])
         positions = torch.cat([positions, batch.kv_lens_device[ends]])
         before = torch.cat([before, before.new_full((len(ends), width - 1), -1)])
-    return sampler.sample(logits, owners, positions, before if width > 1 else None)
+    sampled = sampler.sample(logits, owners, positions, before if width > 1 else None)
+    return sampled if batch.simulated is None else batch.simulated.apply(sampled, fed, batch)
 
 
 # ---- chains --------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Collectives, Model, Scheduler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.speculation.simulated import simulation_of
 from glowplug.core.startup.components import build_component, plain_scheme
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
 from glowplug.core.startup.load_weights import load_model
@@ -145,7 +146,7 @@ class RankBuilder:
             runner=runner,
             parallel=context.parallel,
             collectives=context.collectives,
-            overlap=self.plan.overlap,
+            plan=self.plan,
             clock=self.clock,
             stalls=StallWatch(self.plan, policy, runner.table),
             ranks=self.worker.ranks,
@@ -185,13 +186,14 @@ class RankBuilder:
             draft_extend=context.draft_extend,
             sampled_last_layer=self.plan.sampled_last_layer,
             layers=self.plan.facts.model.num_layers,
+            simulated=simulation_of(self.plan, self.worker),
         )
 
     def _draft_context(self, context: BuildContext) -> BuildContext:
         """Return the context that a draft model is built from.
 
-        The draft's cache layers follow the target's. A draft in a folder of its own is built from
-        the facts of that folder.
+        The draft's cache layers follow the target's. A draft in its own folder is built from the
+        facts of that folder.
         """
         facts = self.plan.facts
         return replace(
@@ -335,10 +337,10 @@ def build_rank(
     When start-up fails, the last reported phase is the one that failed.
 
     Args:
-        rank: number of the rank, from 0.
-        report: callback for progress: (phase, done, total).
+        rank: number of the rank.
+        report: called with (phase, done, total).
         rendezvous: address at which the ranks meet; "" for one rank.
-        note: callback for one log line at the end of each phase.
+        note: called with one log line at the end of each phase.
 
     Raises:
         GlowplugError: the loaded plugins are not the plan's, or a phase failed.

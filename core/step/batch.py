@@ -66,6 +66,9 @@ class Batch:
     draft_shape: DraftShape | None = None
     #: runs the pieces of this step: directly, or replayed from graphs
     pieces: GraphPieces = DIRECT
+    #: simulated acceptance of the drafts (``core.speculation.simulated``), set by the runner; None:
+    #: the target decides
+    simulated: Any = None
     # ---- set by the runner -----------------------------------------------------------------------
     input_ids: Any = None  #: torch int64 [T]
     positions: Any = None  #: torch int64 [T]

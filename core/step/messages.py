@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from glowplug.core.step.draft_counts import DraftCounts, summed as summed_drafts
 from glowplug.core.step.request import Admission, SamplingParams
 
 
@@ -135,6 +136,9 @@ class Stats(msgspec.Struct, array_like=True):
         bubble_seconds: the part of ``step_seconds`` in which the device waited for the host.
         busy_seconds: time in steps of any group; token rates are computed over it.
         group: the data-parallel group of these statistics.
+        drafted_tokens, accepted_tokens: drafts verified and accepted, the totals of ``drafts``.
+        drafts: verify steps by shape of the drafts; set by the engine.
+        acceptance_falls: times that the acceptance of drafts has fallen; set by the engine.
     """
 
     running: int = 0
@@ -161,9 +165,12 @@ class Stats(msgspec.Struct, array_like=True):
     bubble_seconds: float = 0.0
     busy_seconds: float = 0.0
     group: int = 0
+    drafts: list[DraftCounts] = []
+    acceptance_falls: int = 0
 
 
-SHARED = frozenset({"page_size", "group"})  #: fields of ``Stats`` that are not summed over groups
+#: fields of ``Stats`` that are not added up over groups as numbers
+SHARED = frozenset({"page_size", "group", "drafts"})
 #: fields of ``Stats`` of which the maximum over groups is taken: they differ only by the age of
 #: the reports
 GREATEST = ("busy_seconds",)
@@ -175,6 +182,7 @@ def total(groups: Iterable[Stats]) -> Stats:
     if not others:
         return first
     summed = copy(first)
+    summed.drafts = summed_drafts(stats.drafts for stats in (first, *others))
     for name in Stats.__struct_fields__:
         if name not in SHARED:
             values = [getattr(stats, name) for stats in (first, *others)]
@@ -196,6 +204,9 @@ class StepOutput(msgspec.Struct, tag="o", array_like=True):
             token is among ``tokens``; set by the engine.
         finished: ends of sequences.
         stats: statistics, if they are due.
+        drafts: drafts that each decoding row verified in the step; set by the engine.
+        prompted: sequences whose tokens come from the end of their prompt, also of one that was
+            computed again; [] without drafts. Set by the engine.
     """
 
     ids: list[int] = []
@@ -207,6 +218,8 @@ class StepOutput(msgspec.Struct, tag="o", array_like=True):
     prefilled: list[tuple[int, float]] = []
     finished: list[Finished] = []
     stats: Stats | None = None
+    drafts: int = 0
+    prompted: list[int] = []
 
 
 class Reply(msgspec.Struct, tag="r", array_like=True):

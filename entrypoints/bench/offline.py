@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, Any
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench.load.datasets import random_lengths
 from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.drafts import (
+    acceptance,
+    add_simulation_options,
+    counted,
+    with_simulation,
+)
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.in_process import traced
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
@@ -56,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="append one JSON line",
     )
+    add_simulation_options(group)
     add_engine_options(parser)
 
 
@@ -66,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         0; 2 if the model or an option is refused.
     """
     try:
-        config = {"skip_tokenizer": True, **engine_config(args)}
+        config = with_simulation({"skip_tokenizer": True, **engine_config(args)}, args)
         records = _measure(args, config)
     except (GlowplugError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -117,14 +124,16 @@ def _run_once(
     from msgspec.structs import asdict
 
     before = asdict(llm.stats)
+    drafts = counted(llm)
     started = time.perf_counter()
     done = llm.generate(prompts, params)
     duration = time.perf_counter() - started
-    llm.control("check")  # afterwards the statistics cover the whole run
+    drafted = acceptance(drafts, counted(llm))  # afterwards the statistics cover the whole run
     generated = sum(len(result.token_ids) for result in done)
     return {
         **_record(args, llm.plan.device, sum(map(len, prompts)), generated, duration),
         "failed": sum(result.finish_reason != "length" for result in done),
+        **drafted,
         "device_idle_share": report.idle_share(before, asdict(llm.stats)),
     }
 

@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING, Any
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
+from glowplug.entrypoints.bench.others.drafts import (
+    acceptance,
+    add_simulation_options,
+    counted,
+    with_simulation,
+)
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.floor import StepFloor, known_card
 from glowplug.entrypoints.bench.others.in_process import (
@@ -82,6 +88,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--profile", action="store_true", help="trace one more run with torch's profiler"
     )
+    add_simulation_options(group)
     _add_floor_options(group)
     group.add_argument(
         "--result-filename",
@@ -127,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     """
     shapes = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     try:
-        given = engine_config(args)
+        given = with_simulation(engine_config(args), args)
         config = static_config(
             given, shapes, _positions(given.get("model", "embedded"), args.extra_plugins)
         )
@@ -193,7 +200,8 @@ def _record_shape(
         EngineDead: the engine has stopped.
     """
     try:
-        return record(_measure(args, llm, rng, shape), args, llm, floor)
+        times, drafts = _measure(args, llm, rng, shape)
+        return {**record(times, args, llm, floor), **drafts}
     except EngineDead:
         raise
     except GlowplugError as error:
@@ -247,31 +255,32 @@ def _floor(
 
 def _measure(
     args: argparse.Namespace, llm: LLM, rng: random.Random, shape: tuple[int, int, int]
-) -> BatchTimes:
-    """Return the times of the median run of one batch shape, after a warm-up."""
+) -> tuple[BatchTimes, dict[str, Any]]:
+    """Measure one batch shape, after a warm-up.
+
+    Returns:
+        The times of the median run, and the record's keys about the drafts of all runs.
+    """
     batch, length, output = shape
     vocab = llm.plan.facts.model.vocab_size
     print(f"Warmup (batch {batch}, input {length}, output {output}) ...")
     show(run_static_batch(llm, random_ids(rng, batch, length, vocab), min(output, 8)), 0)
     print("Benchmark ...")
-    times = median_run(
-        [
-            run_static_batch(llm, random_ids(rng, batch, length, vocab), output)
-            for _ in range(max(args.repeat, 1))
-        ]
-    )
+    before = counted(llm)
+    runs = range(max(args.repeat, 1))
+    every = (random_ids(rng, batch, length, vocab) for _ in runs)
+    times = median_run([run_static_batch(llm, prompts, output) for prompts in every])
+    drafts = acceptance(before, counted(llm))
     show(times, args.log_decode_step)
     if args.profile:
-        prompts = random_ids(rng, batch, length, vocab)
-        print(
-            "trace:",
-            traced(
-                llm,
-                f"one-batch-{batch}-{length}-{output}",
-                lambda: run_static_batch(llm, prompts, output),
-            ),
-        )
-    return times
+        _trace(llm, random_ids(rng, batch, length, vocab), output)
+    return times, drafts
+
+
+def _trace(llm: LLM, prompts: list[list[int]], output: int) -> None:
+    """Run a batch under torch's profiler and print the path of the trace."""
+    name = f"one-batch-{len(prompts)}-{len(prompts[0])}-{output}"
+    print("trace:", traced(llm, name, lambda: run_static_batch(llm, prompts, output)))
 
 
 def show(times: BatchTimes, every: int) -> None:
@@ -280,11 +289,11 @@ def show(times: BatchTimes, every: int) -> None:
         f"Prefill. latency: {times.prefill:8.5f} s, "
         f"throughput: {times.prefill_throughput:10.2f} token/s"
     )
-    for index, seconds in enumerate(times.decodes):
+    for index, (seconds, gained) in enumerate(zip(times.decodes, times.gained, strict=True)):
         if index < SHOWN_STEPS or (every and index % every == 0):
             print(
                 f"Decode {index}. Batch size: {times.batch}, latency: {seconds:8.5f} s, "
-                f"throughput: {times.batch / seconds:10.2f} token/s"
+                f"throughput: {gained / seconds:10.2f} token/s"
             )
     if times.decodes:
         print(

@@ -270,6 +270,8 @@ RUN_KEYS = (
     "mean_e2el_ms",
     "p99_e2el_ms",
     "device_idle_share",
+    "accept_length",
+    "accept_rates",
 )
 
 

@@ -12,12 +12,14 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from glowplug.core.step.draft_counts import DraftCounts
 from glowplug.entrypoints.bench.load import datasets, metrics
 from glowplug.entrypoints.bench.load.backends import (
     BACKENDS,
@@ -30,6 +32,12 @@ from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.load import Load, drive, progress
 from glowplug.entrypoints.bench.load.serving_options import configure as configure
 from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.drafts import (
+    counted_by_server,
+    counted_by_vllm,
+    refuse_simulation,
+    server_acceptance,
+)
 from glowplug.entrypoints.front import event_loop
 
 FALLBACK_VOCAB = 1000  #: token ids below this exist in every known vocabulary
@@ -60,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace) -> int:
     """Measure every concurrency, print and save the records, and return the exit status."""
     target = _target(args)
+    refuse_simulation(args)
     metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
     server = await _inspect_server(target, args)
     failed = 0
@@ -154,6 +163,15 @@ def _stats(info: dict[str, Any] | None) -> dict[str, Any]:
     return (info or {}).get("stats") or {}
 
 
+async def _drafts(target: ServerTarget, info: dict[str, Any] | None) -> Sequence[DraftCounts]:
+    """Return the server's counters of verified drafts. ``info``: its answer of /server_info."""
+    found = counted_by_server(info)
+    if found is not None:
+        return found
+    status, body = await call(target, "GET", "/metrics")
+    return counted_by_vllm(body.decode(errors="replace") if status == 200 else "")
+
+
 async def _json(target: ServerTarget, path: str) -> dict[str, Any] | None:
     status, body = await call(target, "GET", path)
     try:
@@ -197,7 +215,7 @@ def _prompts(
 async def _warm_up(
     args: argparse.Namespace, target: ServerTarget, prompt: datasets.BenchPrompt, request: Request
 ) -> None:
-    """Send the warm-up requests.
+    """Send the warm-up requests, and flush the prefix cache if requested.
 
     Raises:
         ValueError: a request failed.
@@ -207,6 +225,8 @@ async def _warm_up(
         outcome = outcome_of(await send_prompt(target, backend, prompt, request), backend)
         if not outcome.ok:
             raise ValueError(f"the warm-up request failed: {outcome.error}")
+    if args.flush_cache:
+        await _expect_ok(target, "/flush_cache")
 
 
 async def _measure_one(
@@ -229,8 +249,7 @@ async def _measure_one(
         server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body
     )
     await _warm_up(args, target, prompts[0], request)
-    if args.flush_cache:
-        await _expect_ok(target, "/flush_cache")
+    drafts = await _drafts(target, await _info(target))
     if args.profile:
         await _expect_ok(target, "/start_profile")
     done, close = progress(len(prompts), not args.disable_tqdm)
@@ -240,14 +259,30 @@ async def _measure_one(
     if args.profile:
         await _expect_ok(target, "/stop_profile")
     record = _conditions(args, server, len(prompts), concurrency)
-    after = await _info(target)
-    record["device_idle_share"] = report.idle_share(_stats(server.info), _stats(after))
+    record |= await _server_figures(target, server, drafts)
     goodput = metrics.parse_goodput(args.goodput)
     record |= metrics.measure(
         outcomes, duration, percentiles=args.metric_percentiles, goodput=goodput
     )
     record["total_output_tokens_retokenized"] = _retokenized(args, outcomes)
     return record, outcomes
+
+
+async def _server_figures(
+    target: ServerTarget, server: MeasuredServer, drafts: Sequence[DraftCounts]
+) -> metrics.Record:
+    """Return the figures of the run that the server reports: acceptance and idle device.
+
+    Args:
+        target: the server.
+        server: its description before the run.
+        drafts: its counters of verified drafts before the run.
+    """
+    after = await _info(target)
+    return {
+        **server_acceptance(drafts, await _drafts(target, after), after),
+        "device_idle_share": report.idle_share(_stats(server.info), _stats(after)),
+    }
 
 
 async def _expect_ok(target: ServerTarget, path: str) -> None:
@@ -294,9 +329,6 @@ def _conditions(
         "random_range_ratio": args.random_range_ratio,
         "seed": args.seed,
         "server_info": server.info,
-        "accept_length": ((server.info or {}).get("internal_states") or [{}])[0].get(
-            "avg_spec_accept_length"
-        ),
     }
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import ConfigError, EngineDead, PlanRefused
 from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.drafts import acceptance, counted
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
@@ -228,15 +229,16 @@ def _measure_questions(
     """
     questions = args.questions or QUESTIONS
     _answer(llm, questions[0], args.max_tokens)  # warm-up
-    before = _drafts(llm)
+    before = counted(llm)
     rounds = [
         [_answer(llm, question, args.max_tokens) for question in questions]
         for _ in range(args.repeat)
     ]
-    drafted, accepted = (after - at for after, at in zip(_drafts(llm), before, strict=True))
-    steps = llm.plan.sizes.width - 1
+    drafts = acceptance(before, counted(llm))
     figures = _times(rounds)
-    figures["accept length"] = round(1 + accepted / (drafted / steps), 3) if drafted else "-"
+    length = drafts["accept_length"]
+    figures["accept length"] = "-" if length is None else round(length, 3)
+    figures["accept rates"] = drafts["accept_rates"]
     figures["output tokens"] = sum(len(one.tokens) for one in rounds[0])
     return figures, [one.tokens for one in rounds[0]]
 
@@ -275,17 +277,6 @@ def _answer(llm: LLM, question: str, most: int) -> QueryAnswer:
             first = first or last
             tokens.extend(delta.token_ids)
     return QueryAnswer(first, last, tokens)
-
-
-def _drafts(llm: LLM) -> tuple[int, int]:
-    """Return (number of tokens drafted, number accepted) since the engine started.
-
-    NOTE: the control message "info" is sent first, because its reply brings the
-    statistics up to date.
-    """
-    llm.control("info")
-    stats = llm.stats
-    return stats.drafted_tokens, stats.accepted_tokens
 
 
 def one_line(row: dict[str, Any]) -> str:

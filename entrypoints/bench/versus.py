@@ -21,10 +21,16 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.bench.others.comparison import Comparison
 from glowplug.entrypoints.bench.others.floor import measured_card
 from glowplug.entrypoints.bench.others.layout import ONE_GPU, OURS, add_layout_options, layout_of
-from glowplug.entrypoints.bench.others.peer_engines import ENGINES, interpreters, version
+from glowplug.entrypoints.bench.others.peer_engines import (
+    ENGINES,
+    ComparedDrafts,
+    interpreters,
+    version,
+)
 from glowplug.entrypoints.bench.ranks.exchange_times import ExchangeTimes, step_exchanges
 
 KINDS = ("static", "serving")
+BATCH_SIZES = [1, 8, 32, 128]  #: default of ``--batch-size``
 #: kind of run that measures the exchanges between ranks for the floors; of this engine only
 COLLECTIVES = "collectives"
 
@@ -34,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_layout_options(parser)
     _add_static(parser)
     _add_serving(parser)
+    _add_drafts(parser)
     parser.add_argument(
         "--floor-card", default="H200", metavar="NAME", help="card for the floors of serving"
     )
@@ -94,8 +101,8 @@ def _add_static(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=int,
         nargs="*",
-        default=[1, 8, 32, 128],
-        help="numbers of sequences; without a value: none",
+        default=None,
+        help="numbers of sequences; without a value: none; default: 1 8 32 128, none with drafts",
     )
     group.add_argument(
         "--input-len", type=int, default=1024, help="prompt tokens, also when serving"
@@ -122,12 +129,33 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_drafts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("drafts of all engines, when serving")
+    group.add_argument(
+        "--draft-steps",
+        type=int,
+        default=None,
+        metavar="N",
+        help="draft chains of N tokens with the checkpoint's own next-token layer",
+    )
+    group.add_argument(
+        "--simulate-accept-length",
+        type=float,
+        default=None,
+        metavar="TOKENS",
+        help="let every engine accept drafts so that a verify step gains this many tokens on "
+        "average, for checkpoints whose drafts have no meaning",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure this engine and others in turns and write the tables.
 
     Returns:
         Exit status 0; 1 if an engine failed (the tables lack it); 2 if the comparison cannot begin.
     """
+    if args.batch_size is None:
+        args.batch_size = [] if args.draft_steps else BATCH_SIZES
     try:
         comparison = _comparison(args)
     except (GlowplugError, OSError, ValueError) as error:
@@ -157,6 +185,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         OSError: the file of ``--exchange-times`` cannot be read.
         ValueError: an option has a wrong value, or an engine is not installed.
     """
+    drafts = _drafts(args)
     layout = layout_of(args, [pair.partition("=")[0] for pair in args.peer], bool(args.batch_size))
     if args.one_gpu and layout.ranks == 1:
         raise ValueError("--one-gpu measures one GPU beside several: give --tp-size 2, or more")
@@ -174,7 +203,34 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         for batch in (*args.batch_size, *args.serving):
             for exchange in step_exchanges(model, layout.mesh, batch):
                 times.seconds(exchange)
-    return Comparison(args, engines, options, versions, model, layout)
+    return Comparison(args, engines, options, versions, model, layout, drafts)
+
+
+def _drafts(args: argparse.Namespace) -> ComparedDrafts | None:
+    """Return the drafts of all engines; None without drafts.
+
+    Raises:
+        ValueError: the options do not fit together.
+    """
+    steps: int | None = args.draft_steps
+    length: float | None = args.simulate_accept_length
+    if steps is None:
+        if length is not None:
+            raise ValueError("--simulate-accept-length is for drafts: give --draft-steps as well")
+        return None
+    if steps < 1:
+        raise ValueError("--draft-steps must be at least 1")
+    if length is not None and not 1 <= length <= steps + 1:
+        raise ValueError(
+            f"--simulate-accept-length {length:g}: a verify step with {steps} drafts gains 1 to "
+            f"{steps + 1} tokens"
+        )
+    if args.batch_size:
+        raise ValueError(
+            "static batches are measured without drafts, as SGLang's tool does: leave --batch-size "
+            "out, and give --serving"
+        )
+    return ComparedDrafts(steps, length)
 
 
 def _check_sizes(args: argparse.Namespace) -> None:

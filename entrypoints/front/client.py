@@ -18,6 +18,7 @@ from glowplug.core.errors import EngineDead, QueueFull, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
 from glowplug.core.protocols import Executor
+from glowplug.core.step.draft_counts import DraftCounts
 from glowplug.core.step.messages import (
     Control,
     Inbound,
@@ -31,6 +32,7 @@ from glowplug.core.step.request import DEFAULT_ADMISSION, Admission, SamplingPar
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
+from glowplug.entrypoints.front.recent_drafts import RecentDrafts
 
 __all__ = ["Delta", "EngineClient"]
 
@@ -115,6 +117,7 @@ class EngineClient:
         self.state = "starting"
         self.reason = ""
         self._front = Front(plan, tokenizer, eos_ids)
+        self._drafts = RecentDrafts()
         self._executor: Executor | None = None
         self._mail: dict[int, _Mailbox] = {}
         self._requests: defaultdict[str, list[Stream]] = defaultdict(list)
@@ -193,6 +196,10 @@ class EngineClient:
     def stats(self) -> Stats:
         """Return the engine's latest statistics over all data-parallel groups."""
         return self._front.stats
+
+    def recent_drafts(self) -> list[DraftCounts]:
+        """Return the engine's counters of verified drafts over the last minute."""
+        return self._drafts.counts(time.monotonic(), self._front.stats.drafts)
 
     def group_stats(self) -> list[Stats]:
         """Return the latest statistics of each data-parallel group, ordered by group number."""
@@ -336,6 +343,7 @@ class EngineClient:
     def _dispatch(self, messages: list[Outbound]) -> None:
         """Deliver the messages of a frame to the sequences and controls that wait for them."""
         received = self._front.receive(messages)
+        self._drafts.note(self._front.last_received, self._front.stats.drafts)
         for stream, delta in received.deltas:
             mail = self._mail.get(stream.id)
             if mail is not None:

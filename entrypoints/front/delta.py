@@ -22,6 +22,29 @@ class Times(NamedTuple):
     decode: float | None = None
 
 
+class VerifiedDrafts(NamedTuple):
+    """The drafts that a sequence's verify steps have had.
+
+    Attributes:
+        steps: verify steps: steps in which the sequence decoded with drafts.
+        drafted: drafts verified in them.
+        accepted: drafts accepted in them that are part of the output.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def plus(self, drafted: int, accepted: int) -> VerifiedDrafts:
+        """Return the drafts after one more verify step."""
+        return VerifiedDrafts(self.steps + 1, self.drafted + drafted, self.accepted + accepted)
+
+    @property
+    def accept_length(self) -> float | None:
+        """Mean tokens gained by a verify step; None without one."""
+        return 1 + self.accepted / self.steps if self.steps else None
+
+
 @dataclass(slots=True)
 class Delta:
     """New output of one sequence, from one step or several. The last delta has ``finish_reason``.
@@ -37,6 +60,7 @@ class Delta:
         stop_reason: the stop string or token id that ended the sequence.
         error, error_code: set when ``finish_reason`` is "error".
         cached_tokens, prompt_tokens, output_tokens: counts so far.
+        drafts: its drafts so far; None if the engine drafts nothing.
         times: seconds of each phase, in the last delta.
         more: the next delta is available already, because the reader is behind the engine.
     """
@@ -52,6 +76,7 @@ class Delta:
     cached_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    drafts: VerifiedDrafts | None = None
     times: Times = Times()
     more: bool = False
 
@@ -70,4 +95,5 @@ class Delta:
         self.error_code = later.error_code
         self.cached_tokens = later.cached_tokens
         self.output_tokens = later.output_tokens
+        self.drafts = later.drafts
         self.times = later.times

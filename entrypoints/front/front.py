@@ -33,7 +33,7 @@ from glowplug.core.step.messages import (
 from glowplug.core.step.request import DEFAULT_ADMISSION, Admission, SamplingParams
 from glowplug.core.text.stop_strings import OutputProcessor
 from glowplug.core.text.tokenizer import Tokenizer
-from glowplug.entrypoints.front.delta import Delta, Times
+from glowplug.entrypoints.front.delta import Delta, Times, VerifiedDrafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +64,7 @@ class Stream:
         queued, prefill: seconds in the phases ``queue`` and ``prefill`` of :class:`Times`.
         first, last: time of the first and of the latest token, seconds (monotonic).
         done: the sequence has ended or was aborted.
+        drafts: its drafts so far; None if the engine drafts nothing.
         prompt_logprobs: log-probabilities of the prompt received so far.
     """
 
@@ -79,6 +80,7 @@ class Stream:
     first: float | None = None
     last: float = 0.0
     done: bool = False
+    drafts: VerifiedDrafts | None = None
     prompt_logprobs: Logprobs | None = None
 
     def count(self, tokens: int, now: float) -> None:
@@ -87,6 +89,10 @@ class Stream:
         self.last = now
         if self.first is None:
             self.first = now
+
+    def verify(self, drafted: int, accepted: int) -> None:
+        """Add a verify step to the drafts."""
+        self.drafts = (self.drafts or VerifiedDrafts()).plus(drafted, accepted)
 
     def times(self) -> Times:
         """Return the seconds that the sequence has spent in each phase so far."""
@@ -178,6 +184,8 @@ class Front:
         )
         text = OutputProcessor(self.tokenizer, params) if self.tokenizer is not None else None
         stream = Stream(self._next_id, params, len(request.ids), text, time.monotonic())
+        if self.plan.sizes.width > 1:
+            stream.drafts = VerifiedDrafts()
         self._next_id += 1
         self.streams[stream.id] = stream
         stop_ids = list(params.stop_token_ids) + ([] if params.ignore_eos else list(self.eos_ids))
@@ -300,6 +308,8 @@ class Front:
             at += count
             stream = self.streams.get(id)
             if stream is not None:
+                if output.drafts and id not in output.prompted:
+                    stream.verify(output.drafts, count - 1)
                 delta = self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None))
                 received.deltas.append((stream, delta))
         for finished in ends.values():
@@ -349,6 +359,7 @@ class Front:
             prompt_tokens=stream.prompt_tokens,
             cached_tokens=stream.cached_tokens,
             output_tokens=stream.output_tokens,
+            drafts=stream.drafts,
         )
         if stream.prompt_logprobs is not None and stream.output_tokens == len(tokens):
             delta.prompt_logprobs = stream.prompt_logprobs

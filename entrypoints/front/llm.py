@@ -23,7 +23,7 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.step.messages import Abort, Control, Logprobs, Reply, decode_outbound, encode
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.front import inputs
-from glowplug.entrypoints.front.delta import Delta
+from glowplug.entrypoints.front.delta import Delta, VerifiedDrafts
 from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
 from glowplug.entrypoints.front.inputs import Message, Prompt
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
@@ -53,6 +53,7 @@ class Completion:
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on; None unless
             requested.
         cached_tokens: prompt tokens found in the prefix cache.
+        drafts: the drafts of its verify steps; None if the engine drafts nothing.
         error: message if ``finish_reason`` is "error".
         choices: all ``n`` completions of the prompt, this one first. Only the first completion of a
             prompt has the list; the others have [].
@@ -67,6 +68,7 @@ class Completion:
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     cached_tokens: int = 0
+    drafts: VerifiedDrafts | None = None
     error: str | None = None
     choices: list[Completion] = field(default_factory=list, repr=False)
 
@@ -75,6 +77,7 @@ class Completion:
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.cached_tokens = delta.cached_tokens
+        self.drafts = delta.drafts
         if delta.logprobs is not None:
             if self.logprobs is None:
                 self.logprobs = Logprobs([], [], [])

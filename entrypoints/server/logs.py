@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from glowplug.core.plugin.options import LogOptions
+from glowplug.core.step.draft_counts import Acceptance, since
 from glowplug.core.step.messages import Stats
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server.metric_names import hit_rate
@@ -95,6 +96,12 @@ def _running_by_group(groups: list[Stats]) -> str:
     )
 
 
+def _accept_length(last: Stats, now: Stats) -> str:
+    """Return the accept length between two snapshots, as text; "" without a verify step."""
+    length = Acceptance(since(now.drafts, last.drafts)).length
+    return "" if length is None else f", accept length {length:.2f}"
+
+
 def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
     """Return the log line with the engine's speed and load between two snapshots.
 
@@ -117,7 +124,8 @@ def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
         f"prompt {prompt / busy:.1f} tok/s, output {output / busy:.1f} tok/s in {busy:.1f} s busy, "
         f"running {now.running}, waiting {now.waiting}, "
         f"KV {100 * used / max(1, now.pages_total):.1f}%, "
-        f"prefix hits {100 * hit_rate(now):.1f}%{_running_by_group(groups)}"
+        f"prefix hits {100 * hit_rate(now):.1f}%"
+        f"{_accept_length(last, now)}{_running_by_group(groups)}"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from glowplug.core.step.draft_counts import Acceptance
 from glowplug.core.step.messages import Stats
 
 TTFT_EDGES = (
@@ -125,9 +126,32 @@ def per_busy_second(tokens: int, busy: float) -> float:
     return tokens / busy if busy else 0.0
 
 
+def _verify_steps(stats: Stats) -> int:
+    return Acceptance(stats.drafts).verify_steps
+
+
 def _accept_length(stats: Stats) -> float:
-    """Return the accept length since start: mean tokens that a sequence gains per decode step."""
-    return stats.output_tokens / max(1, stats.output_tokens - stats.accepted_tokens)
+    """Return the mean tokens that a verify step of a sequence gains, since start; 1.0 without."""
+    return Acceptance(stats.drafts).length or 1.0
+
+
+def _accept_rate(stats: Stats) -> float:
+    """Return the share of drafts accepted since start; 0.0 without a draft."""
+    return Acceptance(stats.drafts).rate or 0.0
+
+
+def _drafts_by_position(stats: Stats) -> list[tuple[str, float]]:
+    """Return the verify steps whose drafts reached each position, numbered from 0."""
+    return [(str(at), count) for at, count in enumerate(Acceptance(stats.drafts).proposed_at)]
+
+
+def _accepted_by_position(stats: Stats) -> list[tuple[str, float]]:
+    """Return the verify steps that accepted the draft at each position, numbered from 0."""
+    return [(str(at), count) for at, count in enumerate(Acceptance(stats.drafts).accepted_at)]
+
+
+def _steps_by_shape(stats: Stats) -> list[tuple[str, float]]:
+    return [(counts.shape, counts.engine_steps) for counts in stats.drafts]
 
 
 #: (name, kind, help, value) of each series that the engine counts
@@ -223,6 +247,12 @@ STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
         lambda s: s.bubble_seconds,
     ),
     (
+        "spec_decode_num_drafts_total",
+        "counter",
+        "Verify steps of sequences: steps in which a sequence decodes with drafts.",
+        _verify_steps,
+    ),
+    (
         "spec_decode_num_draft_tokens_total",
         "counter",
         "Tokens drafted.",
@@ -237,8 +267,37 @@ STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
     (
         "spec_accept_length",
         "gauge",
-        "Mean tokens per sequence and decode step, since start.",
+        "Mean tokens per verify step of a sequence, since start.",
         _accept_length,
+    ),
+    ("spec_accept_rate", "gauge", "Share of drafted tokens accepted, since start.", _accept_rate),
+    (
+        "spec_acceptance_falls_total",
+        "counter",
+        "Times that the acceptance of drafts fell far below that of the start.",
+        lambda s: s.acceptance_falls,
+    ),
+)
+
+#: (name, help, label, (value of the label, value of the series)) of counters with a label
+LABELLED_SERIES: tuple[tuple[str, str, str, Callable[[Stats], list[tuple[str, float]]]], ...] = (
+    (
+        "spec_decode_num_drafts_per_pos_total",
+        "Verify steps of sequences whose drafts reach the position.",
+        "position",
+        _drafts_by_position,
+    ),
+    (
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "Drafted tokens accepted, by position.",
+        "position",
+        _accepted_by_position,
+    ),
+    (
+        "spec_decode_steps_total",
+        "Steps with decoding sequences, by shape of the drafts (steps/topk/draft_tokens).",
+        "shape",
+        _steps_by_shape,
     ),
 )
 
@@ -269,8 +328,10 @@ COMPAT: dict[str, dict[str, str]] = {
             "request_prefill_time_seconds",
             "request_decode_time_seconds",
             "request_inference_time_seconds",
+            "spec_decode_num_drafts_total",
             "spec_decode_num_draft_tokens_total",
             "spec_decode_num_accepted_tokens_total",
+            "spec_decode_num_accepted_tokens_per_pos_total",
             "request_prompt_tokens",
             "request_generation_tokens",
             "request_params_n",
@@ -293,6 +354,8 @@ COMPAT: dict[str, dict[str, str]] = {
         "inter_token_latency_seconds": "inter_token_latency_seconds",
         "e2e_request_latency_seconds": "e2e_request_latency_seconds",
         "spec_accept_length": "spec_accept_length",
+        "spec_accept_rate": "spec_accept_rate",
+        "spec_verify_calls_total": "spec_decode_num_drafts_total",
         "max_total_num_tokens": "max_total_num_tokens",
     },
 }

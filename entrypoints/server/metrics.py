@@ -19,6 +19,7 @@ from glowplug.entrypoints.server.metric_names import (
     BY_GROUP,
     COMPAT,
     ITL_EDGES,
+    LABELLED_SERIES,
     LATENCY_EDGES,
     LENGTH_EDGES,
     N_EDGES,
@@ -133,8 +134,32 @@ class GroupSeries:
             yield "", f'group="{stats.group}"', self._value(stats)
 
 
-Metric = Counter | Histogram | EngineSeries | GroupSeries
-M = TypeVar("M", Counter, Histogram, EngineSeries, GroupSeries)
+class LabelledSeries:
+    """A counter with one label, whose values come from the engine's statistics."""
+
+    kind = "counter"
+
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        label: str,
+        values: Callable[[Stats], list[tuple[str, float]]],
+        stats: Callable[[], Stats],
+    ) -> None:
+        self.name = name
+        self.help = help
+        self._label = label
+        self._values = values
+        self._stats = stats
+
+    def samples(self) -> Iterator[Sample]:
+        for of, value in self._values(self._stats()):
+            yield "", _render((self._label,), (of,)), value
+
+
+Metric = Counter | Histogram | EngineSeries | GroupSeries | LabelledSeries
+M = TypeVar("M", Counter, Histogram, EngineSeries, GroupSeries, LabelledSeries)
 
 
 class Metrics:
@@ -165,6 +190,8 @@ class Metrics:
             if name in BY_GROUP:
                 group_help = f"{help} One data-parallel group."
                 self._add(GroupSeries(f"group_{name}", group_help, value, groups))
+        for name, help, label, values in LABELLED_SERIES:
+            self._add(LabelledSeries(name, help, label, values, stats))
 
     def _add_times(self) -> None:
         """Add the histograms of times, in seconds."""

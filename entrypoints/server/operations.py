@@ -20,6 +20,7 @@ from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.errors import Unavailable, sanitise
 from glowplug.entrypoints.server.generate.job import Job
 from glowplug.entrypoints.server.protocol.native import AbortRequest, ProfileRequest
+from glowplug.entrypoints.server.speculation import internal_states, speculation_info
 from glowplug.entrypoints.server.transport.body import body_of
 from glowplug.entrypoints.server.transport.streaming import json_response
 
@@ -110,6 +111,7 @@ async def model_info(context: Server) -> Response:
 async def server_info(context: Server) -> Response:
     """Return the plan's decisions, the engine's latest statistics and its own report."""
     client = context.client
+    engine = await _engine_info(context)  # its reply brings the statistics up to date
     groups = client.group_stats()
     found = {
         "version": __version__,
@@ -118,8 +120,10 @@ async def server_info(context: Server) -> Response:
         **_plan_info(context.plan),
         "system_fingerprint": context.fingerprint,
         "stats": msgspec.structs.asdict(client.stats()),
+        "speculation": speculation_info(context.plan, client.stats(), client.recent_drafts()),
+        "internal_states": internal_states(client.stats()),
         "groups": [msgspec.structs.asdict(one) for one in groups] if len(groups) > 1 else [],
-        "engine": await _engine_info(context),
+        "engine": engine,
     }
     return json_response(msgspec.to_builtins(found))
 

@@ -83,12 +83,12 @@ class EntryTable:
         """Describe ``kv``, for each layer its cache tensors [slots, *shape]."""
         pools = [pool for layer in kv for pool in layer.values()]
         assert all(pool[:1].is_contiguous() for pool in pools), "entries are contiguous"
-        lines = torch.tensor([_line(pool) for pool in pools], dtype=torch.int64)
-        self.word = math.gcd(max(WORDS), *lines.flatten().tolist())
-        lines[:, 1:] //= self.word
-        self.words = int(lines[:, 2].max())
+        lines = [_line(pool) for pool in pools]
+        self.word = math.gcd(max(WORDS), *(number for line in lines for number in line))
+        self.words = max(size for _, _, size in lines) // self.word
         self.starts = [0, *accumulate(map(len, kv))]
-        self.lines = lines.to(pools[0].device)
+        words = [(at, stride // self.word, size // self.word) for at, stride, size in lines]
+        self.lines = torch.tensor(words, dtype=torch.int64).to(pools[0].device)
 
 
 def _line(pool: Tensor) -> tuple[int, int, int]:

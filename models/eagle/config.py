@@ -80,6 +80,11 @@ class EagleConfig:
             normed_output=bool(facts.config.get("norm_output")),
         )
 
+    @property
+    def feature_count(self) -> int:
+        """Number of features of a token that the head reads."""
+        return 3 if self.feature_layers is None else len(self.feature_layers)
+
     def features_of(self, layers: int) -> tuple[int, ...]:
         """Return the feature layers of a target with ``layers`` layers.
 

@@ -29,6 +29,7 @@ def head_inventory(model: ModelFacts) -> Inventory:
             value=stated(model, "v_head_dim"),
             query_rank=stated(model, "q_lora_rank"),
             width=width,
+            features=config.feature_count,
         ),
         (ROTARY, OFFSETS, TARGET_MASK, *(() if config.own_head else ("lm_head.weight",))),
     )
@@ -42,7 +43,7 @@ def _outer(model: ModelFacts, config: EagleConfig) -> list[TensorSpec]:
     if config.version == 3:
         norms += [f"{config.layer}.input_layernorm", f"{config.layer}.hidden_norm"]
         norms.append(f"{config.root}norm")
-        inputs = hidden * (3 if config.feature_layers is None else len(config.feature_layers))
+        inputs = hidden * config.feature_count
     found = [TensorSpec(f"{name}.weight", WHOLE, hidden) for name in norms]
     if inputs:
         found.append(TensorSpec(f"{config.root}fc.weight", WHOLE, hidden, inputs))

@@ -1,9 +1,9 @@
 """Scores of the embedded model: exact match on held-out tasks and agreement of its MTP layer.
 
-    python -m glowplug.models.embedded.score [--model DIR] [--count 500]
+    python -m glowplug.models.embedded.score [--model DIR] [--count 500] [--speculative eagle]
 
-scores a checkpoint folder through the engine. The functions below score the training network
-without a KV cache.
+scores a checkpoint folder through the engine, and measures the accept length of its drafts. The
+functions below score the training network without a KV cache.
 """
 
 import argparse
@@ -138,15 +138,24 @@ def main() -> None:
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--show", type=int, default=10, help="wrong answers to print")
+    parser.add_argument("--speculative", help="speculative algorithm, for example nextn or eagle")
+    parser.add_argument("--steps", type=int, default=3, help="tokens drafted after each step")
     options = parser.parse_args()
     tasks = held_out_tasks(options.count)
     prompts = [tokenizer.prompt_text((), task.prompt, think=task.think) for task in tasks]
-    engine = LLM(model=options.model)
+    drafts = {"use": options.speculative or "none"}
+    if options.speculative:
+        drafts["steps"] = options.steps
+    engine = LLM(model=options.model, speculative=drafts)
     coder = engine.tokenizer
     if coder is None:
         raise SystemExit(f"{options.model} has no tokenizer")
     ids = [coder.encode(prompt, add_special_tokens=False) for prompt in prompts]
     outputs = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=THINK_TOKENS_MAX))
+    if options.speculative:
+        stats = engine.stats
+        rounds = stats.drafted_tokens / options.steps
+        print(f"accept length {1 + stats.accepted_tokens / rounds:.3f} of {options.steps} drafts")
     engine.close()
     texts = [output.text for output in outputs]
     print(json.dumps({name: round(value, 2) for name, value in score(tasks, texts).items()}))

@@ -289,7 +289,7 @@ class Continuous:
         continuous_commit.report(self.rows, done, result, output)
         if result.prompt_logprobs:
             self.scores.report(self.rows, batch, result.prompt_logprobs, output)
-        count_step(self.stats, batch, done)
+        count_step(self.stats, done)
         self.decodes.committed(batch, done)
         self._publish(batch, done)
         if done.done.any():

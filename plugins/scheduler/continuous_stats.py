@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from copy import copy
 
-import numpy as np
-
-from glowplug.core.step.batch import Batch
 from glowplug.core.step.messages import Stats
 from glowplug.plugins.scheduler.continuous_admission import Admitter
 from glowplug.plugins.scheduler.continuous_commit import Committed
@@ -22,14 +19,12 @@ def count_end(stats: Stats, reason: str) -> None:
         stats.aborted += 1
 
 
-def count_step(stats: Stats, batch: Batch, done: Committed) -> None:
-    """Add the tokens of a committed step to ``stats``."""
+def count_step(stats: Stats, done: Committed) -> None:
+    """Add the tokens of a committed step to ``stats``.
+
+    The engine counts drafts, from the same results.
+    """
     stats.output_tokens += int(done.counts.sum())
-    width = done.tokens.shape[1]
-    if width > 1:
-        decodes = int(np.searchsorted(done.at, batch.num_decodes))
-        stats.drafted_tokens += decodes * (width - 1)
-        stats.accepted_tokens += int(np.maximum(done.counts[:decodes] - 1, 0).sum())
 
 
 def snapshot(stats: Stats, rows: Rows, queue: Queue, admission: Admitter) -> Stats:

@@ -59,6 +59,7 @@ def register_speculative_algorithms() -> list[Component]:
                 drafts=True,
                 eagle_head=True,
                 first_key=True,
+                simulates=True,
                 modes=EVERY_MODE_GRAPH,
             ),
             summary="drafts by an EAGLE head trained for the model; the same tokens in fewer steps",

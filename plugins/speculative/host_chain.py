@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.protocols import Sampler
+from glowplug.core.protocols import Sampled, Sampler
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.plugins.speculative.drafting import NewestTokens, UncachedTokens, draft_batch
 
@@ -25,15 +25,8 @@ def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler
     ``logits``: [R * W, V].
     """
     rows = batch.num_rows
-    places = np.arange(width)
     fed: Long = batch.input_ids.numpy().reshape(rows, width)
-    before = np.where(places[1:] <= places[:, None], fed[:, None, 1:], -1).reshape(
-        rows * width, width - 1
-    )
-    owners: Long = batch.row_ids.numpy().repeat(width)
-    sampled = sampler.sample(
-        logits, torch.from_numpy(owners), batch.positions + 1, torch.from_numpy(before)
-    )
+    sampled = _sampled(logits, batch, fed, sampler)
     drawn: Long = sampled.tokens.numpy().reshape(rows, width)
     counts = np.array(
         [_accepted(*row) for row in zip(drawn.tolist(), fed.tolist(), strict=True)], np.int32
@@ -47,6 +40,23 @@ def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler
     )
     sampler.observe(accepted.tokens, accepted.counts, batch.row_ids)
     return accepted
+
+
+def _sampled(logits: Tensor, batch: Batch, fed: Long, sampler: Sampler) -> Sampled:
+    """Return the target's tokens after every token ``fed``, int64 [R, W]."""
+    rows, width = fed.shape
+    places = np.arange(width)
+    before = np.where(places[1:] <= places[:, None], fed[:, None, 1:], -1).reshape(
+        rows * width, width - 1
+    )
+    owners: Long = batch.row_ids.numpy().repeat(width)
+    sampled = sampler.sample(
+        logits, torch.from_numpy(owners), batch.positions + 1, torch.from_numpy(before)
+    )
+    if batch.simulated is None:
+        return sampled
+    simulated: Sampled = batch.simulated.apply(sampled, torch.from_numpy(fed), batch)
+    return simulated
 
 
 def _accepted(drawn: list[int], fed: list[int]) -> int:

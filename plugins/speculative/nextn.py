@@ -68,6 +68,7 @@ def register_speculative_algorithms() -> list[Component]:
                 drafts=True,
                 nextn_layer=True,
                 first_key=True,
+                simulates=True,
                 modes=EVERY_MODE_GRAPH,
             ),
             summary="drafts by the checkpoint's own NextN layer; the same tokens in fewer steps",

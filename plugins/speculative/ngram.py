@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
-from glowplug.core.plugin.byte_costs import NUMBER_BYTES, DecodingRows
+from glowplug.core.plugin.byte_costs import token_drafts_bytes
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.hookspecs import hookimpl
@@ -117,11 +117,6 @@ def _refuse(field: str, reason: str, fix: str) -> Refusal:
     return Refusal("ngram", f"speculative.{field}", reason, fix)
 
 
-def state_bytes(step: DecodingRows) -> int:
-    """Return the bytes of the rows' tokens, lengths and trees (three int64 for each node)."""
-    return step.rows * ((step.positions + 2) * NUMBER_BYTES + 3 * 8 * step.width)
-
-
 @hookimpl
 def register_speculative_algorithms() -> list[Component]:
     return [
@@ -131,7 +126,11 @@ def register_speculative_algorithms() -> list[Component]:
             factory="glowplug.plugins.speculative.ngram_runtime:NGram",
             check=check_options,
             offers=SpeculativeOffers(
-                adapts=True, drafts=True, modes=EVERY_MODE_GRAPH, reserves=state_bytes
+                adapts=True,
+                drafts=True,
+                simulates=True,
+                modes=EVERY_MODE_GRAPH,
+                reserves=token_drafts_bytes,
             ),
             summary="drafts copied from earlier text of the request; the same tokens in fewer "
             "steps",

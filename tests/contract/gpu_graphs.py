@@ -21,6 +21,17 @@ def padded(width: int, first_key: int, page_size: int, device: str, cached: torc
     return batch
 
 
+def plant(static: Batch, seed: int) -> None:
+    """Write random trees to a graph's batch, whose masks name two keys beside the step's tokens."""
+    rows, width = static.num_rows, int(static.query_lens[0])
+    rng = np.random.default_rng(seed)
+    masks = rng.integers(0, 1 << width + 2, (rows, width)) | 4 << np.arange(width)
+    if static.tree_mask is None:
+        static.tree_mask = static.kv_slots.new_zeros(rows, width)
+    static.tree_mask.copy_(torch.from_numpy(masks))
+    static.tree_span = width + 2
+
+
 def refill(static: Batch, batch: Batch, offset: int, page_size: int) -> None:
     """Copy the rows of ``batch`` to the front, their pages ``offset`` further on; the last rows
     stay padding.

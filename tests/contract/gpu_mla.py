@@ -19,7 +19,7 @@ from glowplug.kernels.elementwise import rope_reference as rope
 from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
 from glowplug.kernels.formats import fp8
 from glowplug.kernels.formats.fp8_block import FP8_BLOCK
-from tests.contract.gpu_graphs import padded, refill
+from tests.contract.gpu_graphs import padded, plant, refill
 
 EPS = 1e-6
 
@@ -179,10 +179,13 @@ class GpuMlaSuite(ProjectedSuite):
         return super().definition(*moved, there).cpu()
 
     @pytest.mark.parametrize("first_key", [0, 1])
-    def test_a_graph_replays_decoding_steps(self, first_key: int) -> None:
-        """The graph is captured over padding rows only, and replayed with other lengths, pages and
-        tokens each time.
+    @pytest.mark.parametrize("trees", [False, True])
+    def test_a_graph_replays_decoding_steps(self, first_key: int, trees: bool) -> None:
+        """The graph is captured over padding rows only, and replayed with other lengths, pages,
+        tokens and trees each time.
         """
+        if trees:
+            self.needs_trees()
         if first_key and not self.first_key:
             pytest.skip("this backend reads every position")
         for width in self.capture_widths:
@@ -199,6 +202,8 @@ class GpuMlaSuite(ProjectedSuite):
             real = 4 * width
             backend.reserve(worlds[0].limits(({"kv": pool},)))
             static = padded(width, first_key, self.page_size, self.device, self.cached)
+            if trees:
+                plant(static, 0)
             given = Projections(self, static.num_tokens, 0)
             backend.plan_step(static, key)
             given.give(backend, True, layer)
@@ -212,6 +217,8 @@ class GpuMlaSuite(ProjectedSuite):
                 given.wide.copy_(fresh.wide)
                 given.cos_sin.copy_(fresh.cos_sin)
                 refill(static, world.batch, offset, self.page_size)
+                if trees:
+                    plant(static, offset)
                 backend.plan_step(static, key)
                 graph.replay()
                 replayed = out.clone()

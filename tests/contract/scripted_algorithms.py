@@ -56,7 +56,7 @@ def nextn(limits: Limits, kind: type[NextN] = NextN, **options: Any) -> NextN:
     parsed = NextNOptions(**{"steps": STEPS, **options})
     made = kind(parsed, _plan(parsed), Worker(dtype=torch.float32))
     draft: Any = ScriptedDraft(PREVIOUS_HIDDEN)
-    context: Any = SimpleNamespace(attention=draft, draft_extend=DraftExtend())
+    context: Any = SimpleNamespace(attention=draft, draft_extend=DraftExtend(), collectives=None)
     made.draft_model(context, draft, draft)
     made.reserve(limits)
     return made

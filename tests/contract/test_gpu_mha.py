@@ -17,7 +17,7 @@ from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.harness.paged_world import Row, World, make_world
 from glowplug.core.testing.suites.attention import MhaCase, MhaSuite, MlaCase
 from tests.contract import fa3_build
-from tests.contract.gpu_graphs import padded, refill
+from tests.contract.gpu_graphs import padded, plant, refill
 from tests.contract.gpu_mla import drafting
 
 pytestmark = pytest.mark.gpu
@@ -65,10 +65,13 @@ class GpuMhaSuite(MhaSuite):
         return super().definition(*moved, layer).cpu()
 
     @pytest.mark.parametrize("first_key", [0, 1])
-    def test_a_graph_replays_decoding_steps(self, first_key: int) -> None:
-        """The graph is captured over padding rows only, and replayed with other lengths, pages and
-        tokens each time.
+    @pytest.mark.parametrize("trees", [False, True])
+    def test_a_graph_replays_decoding_steps(self, first_key: int, trees: bool) -> None:
+        """The graph is captured over padding rows only, and replayed with other lengths, pages,
+        tokens and trees each time.
         """
+        if trees:
+            self.needs_trees()
         if first_key and not self.first_key:
             pytest.skip("this backend reads every position")
         for width in self.capture_widths:
@@ -82,6 +85,8 @@ class GpuMhaSuite(MhaSuite):
                 cache[: self.page_size] = 0.0
             backend.reserve(worlds[0].limits((pool,)))
             static = padded(width, first_key, self.page_size, self.device, self.cached)
+            if trees:
+                plant(static, 0)
             given = [
                 torch.zeros(static.num_tokens, *shape, device=self.device, dtype=self.dtype)
                 for shape in (*self.queries, *self.entries.values())
@@ -97,6 +102,8 @@ class GpuMhaSuite(MhaSuite):
                 for x in given:
                     x.copy_(torch.randn(x.shape, generator=generator))
                 refill(static, world.batch, offset, self.page_size)
+                if trees:
+                    plant(static, offset)
                 backend.plan_step(static, key)
                 out.fill_(float("nan"))
                 graph.replay()

@@ -96,7 +96,7 @@ def make(limits: Limits, steps: int, **mesh: int) -> tuple[NextN, Draft]:
     plan = bare_plan(page_size=PAGE, width=chain.tokens, draft_shape=chain)
     object.__setattr__(plan, "mesh", mesh)
     algorithm, draft = NextN(NextNOptions(steps=steps), plan, Worker(dtype=torch.float32)), Draft()
-    context: Any = SimpleNamespace(attention=draft, draft_extend=DraftExtend())
+    context: Any = SimpleNamespace(attention=draft, draft_extend=DraftExtend(), collectives=None)
     assert algorithm.draft_model(context, draft, draft) is draft  # type: ignore[arg-type, comparison-overlap]
     algorithm.reserve(limits)
     return algorithm, draft

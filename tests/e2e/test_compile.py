@@ -23,8 +23,12 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "speculative",
-    [{"use": "none"}, {"use": "nextn", "adaptive": False, "steps": 2}],
-    ids=["plain", "nextn"],
+    [
+        {"use": "none"},
+        {"use": "nextn", "adaptive": False, "steps": 2},
+        {"use": "nextn", "adaptive": False, "steps": 2, "topk": 3},
+    ],
+    ids=["plain", "nextn", "trees"],
 )
 def test_compiled_steps_give_the_plain_tokens(
     tmp_path: Path, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -199,21 +199,23 @@ COMPANY: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_request_gains_the_same_in_any_company(model: Model) -> None:
+@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
+def test_a_request_gains_the_same_in_any_company(model: Model, shape: dict[str, int]) -> None:
     """Accept lengths are equal alone and batched, eager and replayed, with and without a cached
     prefix, in chunks, and with overlapped steps or without.
     """
     some = prompts()[1::2]
     short = GREEDY.replace(max_tokens=14)
     accepting.take()
-    with engine(model, cache={"use": "none"}, scheduler={"overlap": False}) as llm:
+    drafts: dict[str, Any] = {"speculative": shape}
+    with engine(model, cache={"use": "none"}, scheduler={"overlap": False}, **drafts) as llm:
         for ids in some:
             llm.generate([ids], short)
         alone = accepting.take()
     assert any(count > 1 for row in alone for count in row)
     for name, config in COMPANY.items():
         replaying_runtime.NEWEST.clear()
-        with engine(model, **config) as llm:
+        with engine(model, **config, **drafts) as llm:
             llm.generate(some, short)
             assert accepting.take() == alone, name
             warm = llm.generate(some, short)

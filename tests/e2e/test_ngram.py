@@ -1,5 +1,5 @@
-"""N-gram drafts change only the speed of tokens, and drafts do not depend on batches, caches, graphs
-or ranks.
+"""N-gram drafts change only the speed of tokens, and do not depend on batches, caches, graphs or
+ranks.
 """
 
 from __future__ import annotations

@@ -71,7 +71,10 @@ DRAFTS: dict[str, tuple[dict[str, Any], set[int]]] = {
     "chain": ({"steps": 3}, {1, 2, 4}),
     "tree": ({"steps": 3, "topk": 3, "draft_tokens": 8}, {1, 4, 8}),
     "ngram": ({"use": "ngram", "steps": 3}, {1, 2, 4}),
-    "ngram_tree": ({"use": "ngram", "steps": 3, "topk": 3, "draft_tokens": 8}, {1, 4, 8}),
+    "ngram_tree": (
+        {"use": "ngram", "steps": 3, "topk": 3, "draft_tokens": 8},
+        {1, 4, 8},
+    ),
 }
 
 

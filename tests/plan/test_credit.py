@@ -59,11 +59,13 @@ FITTING: dict[str, list[Any]] = {
     "cors_origins": [["http://a"]],
     "open_routes": [["/health"]],
     "compat": [["vllm"]],
+    "simulate_accept_rates": [[0.5]],
     "gemm": ["triton", "cutlass", "deep_gemm"],
 }
 #: options that none of these plans accepts -> the tests that cover them
 ELSEWHERE = {
     "speculative.draft_model": "tests/plan/test_drafts.py",
+    "speculative.simulate_accept_rates": "tests/plan/test_simulated_acceptance.py",
     "chat_template": "tests/plan/test_chat_template_option.py",
 }
 
@@ -288,6 +290,8 @@ WORDS: dict[str, list[str]] = {
     "--speculative-num-steps": ["2", "--speculative-algorithm", "NEXTN"],
     "--speculative-eagle-topk": ["1", "--speculative-algorithm", "NEXTN"],
     "--speculative-num-draft-tokens": ["2", "--speculative-algorithm", "NEXTN"],
+    "--speculative-ngram-max-match-window-size": ["3", "--speculative-algorithm", "NGRAM"],
+    "--speculative-ngram-min-match-window-size": ["2", "--speculative-algorithm", "NGRAM"],
     "--torch-compile-max-bs": ["2", "--enable-torch-compile"],
     "--schedule-policy": ["lpm"],
     "--mem-fraction-static": ["0.5"],

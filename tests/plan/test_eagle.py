@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
@@ -141,6 +142,33 @@ def test_the_embedded_model_has_a_head_of_its_own(planned: Any) -> None:
     assert plan.facts.draft is not None
     assert plan.facts.draft.architecture == "Eagle3DeepseekV3ForCausalLM"
     assert Path(plan.facts.draft.path).parent == Path(plan.facts.model.path).parent
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "cuda"])
+def test_features_are_kept_until_a_pass_ends(
+    planned: Any, targets: dict[str, Path], tmp_path: Path, on_device: bool
+) -> None:
+    """A step holds one hidden state more for each feature of a token."""
+    bare = {**V3_HEAD, "eagle_config": {"use_aux_hidden_state": False}}
+    heads = [
+        write_head(tmp_path / "bare", bare, {"norm.weight": ("BF16", (128,))}),
+        write_head(tmp_path / "head", V3_HEAD),
+    ]
+    hardware = {"hardware": read_sheet("1xh200")} if on_device else {}
+    found = []
+    for head in heads:
+        config = {
+            "model": str(targets["v3"]),
+            "scheduler": {"chunk_size": 2048},
+            "speculative": {"use": "eagle", "draft_model": str(head)},
+        }
+        plan = planned(config, **hardware)
+        line = next(line for line in plan.budget if line.name == "activations")
+        found.append((plan.sizes.max_step_tokens, plan.dtype, line.bytes))
+    (tokens, dtype, plain), (same, _, held) = found
+    element = 4 if dtype == "float32" else 2
+    assert same == tokens
+    assert held - plain >= 3 * tokens * V3_HEAD["hidden_size"] * element
 
 
 # ---- refusals ------------------------------------------------------------------------------------

@@ -333,7 +333,7 @@ def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words:
 @pytest.mark.parametrize(
     ("words", "fields"),
     [
-        (["--speculative-algorithm", "NGRAM"], {"speculative.use"}),
+        (["--speculative-algorithm", "DFLASH"], {"speculative.use"}),
         (["--enable-ep-moe"], {"parallel.0.use"}),
         (
             ["--enable-flashinfer-mla", "--kv-cache-dtype", "fp8_e5m2"],

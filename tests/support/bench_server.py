@@ -78,6 +78,11 @@ class FakeServer:
         }
         if path == "/ready":
             writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        elif path == "/metrics":
+            payload = self._metrics().encode()
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(payload), payload)
+            )
         elif path in plain:
             payload = json.dumps(plain[path]).encode()
             writer.write(
@@ -89,6 +94,24 @@ class FakeServer:
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
             await self._stream(path, body, writer)
         await writer.drain()
+
+    def _metrics(self) -> str:
+        """Return counters of drafts as vLLM's servers do: ten verify steps of each answer, of which
+        nine accept the first draft and four the second.
+        """
+        answers = sum("stream" in body for _, body in self.asked)
+        name, labels = "vllm:spec_decode_num", 'engine="0",model_name="tiny"'
+        position = f"{name}_accepted_tokens_per_pos_total"
+        per_pos = "".join(
+            f'{position}{{{labels},position="{at}"}} {count * answers}.0\n'
+            for at, count in enumerate((9, 4))
+        )
+        return (
+            f"# TYPE {name}_drafts_total counter\n"
+            f"{name}_drafts_total{{{labels}}} {10 * answers}.0\n"
+            f"{name}_draft_tokens_total{{{labels}}} {20 * answers}.0\n"
+            f"{name}_accepted_tokens_total{{{labels}}} {13 * answers}.0\n{per_pos}"
+        )
 
     async def _stream(self, path: str, body: dict, writer: asyncio.StreamWriter) -> None:
         async def send(data: bytes) -> None:

@@ -26,6 +26,7 @@ from glowplug.entrypoints.bench.load.backends import (
 )
 from glowplug.entrypoints.bench.load.http_stream import ServerTarget, events, read_answer
 from glowplug.entrypoints.bench.load.load import Load, drive, gaps
+from glowplug.entrypoints.bench.others import drafts
 from tests.support.bench_server import FakeServer
 
 
@@ -262,6 +263,51 @@ def test_records_carry_the_keys_of_both_tools(server: FakeServer, tmp_path: Path
     assert bench.run(args) == 0
     record = json.loads(lines.read_text())
     assert [key for key in VLLM_KEYS + SGLANG_KEYS if key not in record] == []
+
+
+def test_a_record_has_the_acceptance_that_the_server_reports(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    """The warm-up's drafts are left out; of vLLM's servers the counters are in /metrics."""
+    lines = tmp_path / "x.jsonl"
+    words = f"--backend vllm --base-url {server.target.base_url} --num-prompts 3 --input-len 4"
+    args = parsed("serving", *words.split(), "--output-len", "3", "--output-file", str(lines))
+    assert bench.run(args) == 0
+    record = json.loads(lines.read_text())
+    assert record["accept_length"] == pytest.approx(2.3)
+    assert record["accept_rates"] == pytest.approx([0.9, 0.4])
+    assert record["draft_shapes"] == {"2/1/3": 30}
+
+
+def test_the_acceptance_of_other_servers() -> None:
+    """Ours reports counters, SGLang's the length since its start, and some report nothing."""
+    before = {"stats": {"drafts": [{"steps": 1, "topk": 1, "tokens": 2, "accepted": [5, 5]}]}}
+    after = {"stats": {"drafts": [{"steps": 1, "topk": 1, "tokens": 2, "accepted": [6, 8]}]}}
+    counts = [drafts.counted_by_server(info) or () for info in (before, after)]
+    assert drafts.server_acceptance(*counts, after) == {
+        "accept_length": 1.75,
+        "accept_rates": [0.75],
+        "draft_shapes": {"1/1/2": 4},
+    }
+    theirs = {"internal_states": [{"avg_spec_accept_length": 2.2}]}
+    found = drafts.server_acceptance((), (), theirs)
+    assert found == {"accept_length": 2.2, "accept_rates": None, "draft_shapes": None}
+    for info in (None, {}, {"stats": {}}, {"version": "x"}):
+        assert drafts.counted_by_server(info) is None
+        assert drafts.server_acceptance((), (), info)["accept_length"] is None
+    assert drafts.counted_by_vllm("# nothing\nvllm:num_requests_running{} 1\n") == ()
+
+
+@pytest.mark.parametrize(
+    "words", [["--simulate-accept-length", "2"], ["--simulate-accept-rates", "0.5,0.5"]]
+)
+def test_a_load_on_a_running_server_cannot_simulate(
+    words: list[str], server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.run(parsed("serving", "--base-url", server.target.base_url, *words)) == 2
+    said = capsys.readouterr().err
+    assert f"{words[0]}: the acceptance is simulated by the server" in said
+    assert "bench versus" in said and not server.asked
 
 
 def test_statistics_of_known_outcomes() -> None:

@@ -12,6 +12,7 @@ import pytest
 from glowplug.entrypoints.bench.others import turns
 from glowplug.entrypoints.bench.others.peer_engines import (
     ENGINES,
+    ComparedDrafts,
     ServedRun,
     StaticRun,
     interpreters,
@@ -50,6 +51,10 @@ elif words[1] == "sglang.bench_one_batch":
                                    "median_decode_latency": (0.004 if number % 2 else 0.008),
                                    "prefill_throughput": 50.0 * batch}}) + "\\n")
 elif words[1] == "sglang.launch_server":
+    with pathlib.Path({trace!r}).open("a") as file:
+        for name in sorted(os.environ):
+            if name.startswith("SGLANG_SIMULATE"):
+                print(name, os.environ[name], file=file)
     sys.path.insert(0, {root!r})
     port = words[words.index("--port") + 1]
     sys.argv = ["fake_server", port, "1.0", "/nonexistent", "/nonexistent"]
@@ -254,9 +259,90 @@ def test_servers_one_after_another(
     )
 
 
+def test_servers_with_a_simulated_acceptance(
+    peers: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All engines get the same drafts and the same accept length; ours has it, on a server and
+    without one.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    out = tmp_path / "out"
+    words = "--serving 2 --num-prompts 6 --input-len 8 --serving-output-len 80 --offline"
+    status = main(
+        [
+            *("bench", "versus", "--model", "embedded", *words.split()),
+            *("--draft-steps", "3", "--simulate-accept-length", "2.6"),
+            *("--peer", f"sglang={peers['sglang']}", "--options", "glowplug=--device cpu"),
+            *("--output-dir", str(out)),
+        ]
+    )
+    assert status == 0, capsys.readouterr().err
+    record = json.loads((out / "serving.json").read_text())
+    assert record["conditions"]["drafts"] == {"steps": 3, "accept_length": 2.6}
+    (ours,) = record["runs"]["glowplug"]
+    assert ours["accept_length"] == pytest.approx(2.6, abs=0.15)
+    assert ours["accept_rates"] == pytest.approx([1.0, 0.6, 0.0], abs=0.15)
+    offline = json.loads((out / "offline-glowplug.jsonl").read_text())
+    assert offline["accept_length"] == pytest.approx(2.6, abs=0.15)
+    (row,) = record["tables"]["serving, output tokens/s"]
+    assert "share_of_floor" not in row, "the floors are those of one token per step"
+    given = dict(
+        line.split()
+        for line in peers["trace"].read_text().splitlines()
+        if line.startswith("SGLANG_")
+    )
+    assert given == {
+        "SGLANG_SIMULATE_ACC_LEN": "2.6",
+        "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
+        "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
+    }
+    commands = record["conditions"]["commands"]
+    assert "--speculative-num-draft-tokens 4" in commands["sglang, serving"]
+
+
+def test_drafts_in_the_words_of_each_engine() -> None:
+    run = ServedRun("/m", 7, 8, 512, drafts=ComparedDrafts(1, 1.85))
+    words = {name: engine.server(run) for name, engine in ENGINES.items()}
+    after = words["vllm"].index("--speculative-config") + 1
+    assert json.loads(words["vllm"][after]) == {
+        "method": "mtp",
+        "num_speculative_tokens": 1,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 1.85,
+    }
+    assert (
+        words["sglang"][-8:]
+        == (
+            "--speculative-algorithm NEXTN --speculative-num-steps 1 --speculative-eagle-topk 1 "
+            "--speculative-num-draft-tokens 2"
+        ).split()
+    )
+    assert "speculative.simulate_accept_rates=[0.85]" in words["glowplug"]
+    own = ServedRun("/m", 7, 8, 512, drafts=ComparedDrafts(2))
+    for name, engine in ENGINES.items():
+        text = " ".join(engine.server(own))
+        assert "simulate" not in text and "synthetic" not in text and "peculative" in text, name
+        assert engine.draft_environment(ComparedDrafts(2)) == {}
+        assert "peculative" not in " ".join(engine.server(ServedRun("/m", 7, 8, 512)))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--simulate-accept-length", "2", "--serving", "1"], "give --draft-steps as well"),
+        (
+            ["--draft-steps", "1", "--simulate-accept-length", "2.5", "--serving", "1"],
+            "gains 1 to 2 tokens",
+        ),
+        (["--draft-steps", "0", "--serving", "1"], "--draft-steps must be at least 1"),
+        (["--draft-steps", "2"], "nothing to measure"),
+        (
+            ["--draft-steps", "2", "--batch-size", "1", "--serving", "1"],
+            "static batches are measured without drafts",
+        ),
         (
             ["--peer", "tgi=/usr/bin/python3"],
             "expected NAME=PYTHON, with each of sglang, vllm at most once",

@@ -86,6 +86,7 @@ class LayerBytes:
         self.value = self.model.sizes.value or self.model.head_dim
         self.key = self.model.head_dim
         self._redundant = proposal.redundant_experts
+        self._features = features_of(proposal)
 
     @property
     def latent(self) -> bool:
@@ -128,6 +129,9 @@ class LayerBytes:
             )
             before = work.result
             kept = stream
+        if self._features:  # kept until the pass ends, which returns them behind the normed states
+            features = self._features * stream
+            most = max(most + features, 2 * (features + stream) + normed)
         return most + step.own * (INDICES + self.rope * NUMBER_BYTES)
 
     def cast(self, tokens: int, size: int) -> int:
@@ -252,3 +256,9 @@ def _scheme(
     offers = chosen.offers
     dequantizes = chosen.options.dequantizes(device, offers)
     return offers, 0.0 if dequantizes else offers.cast_bytes
+
+
+def features_of(proposal: Proposal) -> int:
+    """Return the number of hidden states of a token that a draft reads beside the final one."""
+    draft = proposal.facts.draft
+    return draft.sizes.features if draft is not None and proposal.values.draft_layers else 0

@@ -9,7 +9,7 @@ from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.budget.counts import Counts
 from glowplug.core.plan.budget.graphs import graph_line
-from glowplug.core.plan.budget.layers import LayerBytes, StepTokens
+from glowplug.core.plan.budget.layers import LayerBytes, StepTokens, features_of
 from glowplug.core.plan.budget.units import MIB
 from glowplug.core.plan.plan import BudgetLine
 from glowplug.core.plan.proposal import Proposal
@@ -215,7 +215,8 @@ def _on_host(proposal: Proposal, own: int, gathered: int) -> int:
         model.hidden_size,
     )
     heads = -(-model.num_heads // axis_size("attn_tp", mesh)) * (model.head_dim + model.sizes.value)
-    numbers = own * (4 * model.hidden_size + 3 * heads) + gathered * (
+    kept = 4 + 2 * features_of(proposal)
+    numbers = own * (kept * model.hidden_size + 3 * heads) + gathered * (
         2 * model.hidden_size + 3 * width
     )
     return int(numbers * max(element, 4))

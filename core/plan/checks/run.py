@@ -9,6 +9,7 @@ from glowplug.core.plan.checks import (
     checkpoint,
     last_layer,
     ranks,
+    simulation,
     speculation,
     steps,
 )
@@ -17,7 +18,7 @@ from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.slots import SLOTS
 
 #: modules with checks, in the order of their refusals
-MODULES = (last_layer, ranks, speculation, adaptive, checkpoint, attention, steps)
+MODULES = (last_layer, ranks, speculation, adaptive, simulation, checkpoint, attention, steps)
 _PLACES = {module.__name__: place for place, module in enumerate(MODULES)}
 #: all checks, in the order of their refusals
 CHECKS: tuple[Check, ...] = tuple(sorted(READS, key=lambda check: _PLACES[check.__module__]))

@@ -38,7 +38,8 @@ def check_output_kinds(proposal: Proposal) -> Iterator[Refusal]:
 # ---- the step's path -----------------------------------------------------------------------------
 
 PLAIN_STEPS = frozenset({Mode.PREFILL, Mode.DECODE})
-DRAFTING_STEPS = frozenset({Mode.PREFILL, Mode.VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND})
+VERIFYING_STEPS = frozenset({Mode.PREFILL, Mode.VERIFY})
+DRAFT_MODEL_STEPS = frozenset({Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND})
 
 
 def needed_modes(proposal: Proposal) -> frozenset[Mode]:
@@ -46,7 +47,9 @@ def needed_modes(proposal: Proposal) -> frozenset[Mode]:
     speculative = proposal.speculative
     modes = PLAIN_STEPS
     if speculative is not None and speculative.offers.drafts:
-        modes = DRAFTING_STEPS
+        modes = VERIFYING_STEPS
+        if proposal.values.draft_layers:
+            modes |= DRAFT_MODEL_STEPS
         if any(shape.steps == 0 for shape in proposal.values.draft_shapes):
             modes |= {Mode.DECODE}
     if any(strategy.offers.idle_steps for strategy in proposal.parallel):

@@ -76,8 +76,8 @@ class SchedulerSuite(SchedulerEndsSuite):
         self.run(drive, sequences)
         for one in sequences:
             assert len(drive.seen[one.id].logprobs) == len(drive.seen[one.id].tokens)
-        stats = drive.scheduler.load()
-        assert 0 < stats.accepted_tokens < stats.drafted_tokens
+        gained = {count for one in sequences for count in drive.seen[one.id].counts}
+        assert gained > {1}, "rows have to accept some drafts and refuse others"
 
     def test_stop_id_is_kept_and_ends(self) -> None:
         ids = prompt(random.Random(3), 9)

@@ -13,6 +13,7 @@ import orjson
 
 from glowplug.entrypoints.bench.load.backends import BACKENDS
 from glowplug.entrypoints.bench.load.metrics import METRICS
+from glowplug.entrypoints.bench.others.drafts import add_simulation_options
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +137,7 @@ def _load(group: Any) -> None:
         action="store_true",
         help="let answers end at the end-of-sequence token",
     )
+    add_simulation_options(group)
     group.add_argument("--extra-request-body", type=orjson.loads, default={}, metavar="JSON")
     group.add_argument("--warmup-requests", type=int, default=1)
     group.add_argument(

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from glowplug.entrypoints.bench.others.layout import ONE_GPU, ONE_RANK, OURS, Ra
 from glowplug.entrypoints.bench.others.own_load import OwnLoad
 from glowplug.entrypoints.bench.others.peer_engines import (
     ENGINES,
+    ComparedDrafts,
     PeerEngine,
     ServedRun,
     StaticRun,
@@ -52,6 +53,7 @@ class Comparison:
         versions: version by engine.
         model: facts of the checkpoint.
         layout: how the ranks of every engine share the model.
+        drafts: the drafts of every engine's server; None: none.
 
     Attributes:
         failed: errors by (kind, engine).
@@ -65,6 +67,7 @@ class Comparison:
         versions: Mapping[str, str],
         model: ModelFacts,
         layout: RankLayout = ONE_RANK,
+        drafts: ComparedDrafts | None = None,
     ) -> None:
         self._args = args
         self._engines = engines
@@ -73,6 +76,7 @@ class Comparison:
         self._folder: Path = args.output_dir
         self._model = model
         self._layout = layout
+        self._drafts = drafts
         self._times: Path | None = args.exchange_times
         self._context = min(
             model.max_positions, max(MIN_CONTEXT, args.input_len + args.serving_output_len)
@@ -198,7 +202,11 @@ class Comparison:
             load.concurrency,
             self._context,
             self._layout_of(engine.name),
+            self._drafts,
         )
+        if self._drafts is not None:
+            more = engine.draft_environment(self._drafts)
+            engine = replace(engine, environment={**engine.environment, **more})
         url = f"http://127.0.0.1:{port}{engine.ready}"
         return self._start(engine, "serving", engine.server(served), partial(_url_answers, url))
 
@@ -219,10 +227,13 @@ class Comparison:
         card = replace(
             measured_card(args.floor_card), mesh=self._layout.mesh, exchanges=self._read_times()
         )
-        found[OURS] = peers.with_floors(found[OURS], ours, args.model, card)
+        if self._drafts is None:  # the floors are those of one token per step
+            found[OURS] = peers.with_floors(found[OURS], ours, args.model, card)
         if args.offline:
             with self._recorded("serving", "offline"):
-                options = [*self._layout.ours(), *self._options.get((OURS, "serving"), [])]
+                drafts = self._drafts.ours_offline() if self._drafts else []
+                more = self._options.get((OURS, "serving"), [])
+                options = [*self._layout.ours(), *drafts, *more]
                 result = load.offline(args.model, self._context, options)
                 return peers.beside_offline(found[OURS], result)
         return {}
@@ -353,6 +364,7 @@ class Comparison:
             "command": machine["command"],
             "versions": dict(self._versions),
             "layout": self._layout.mesh,
+            "drafts": None if self._drafts is None else asdict(self._drafts),
             "floor": about_floor(self._layout.ranks, self._read_times()),
             "order": order + ", ".join(engines),
             "commands": {

@@ -14,6 +14,7 @@ import numpy as np
 from glowplug.core.errors import GlowplugError
 
 if TYPE_CHECKING:
+    from glowplug.entrypoints.front.delta import Delta
     from glowplug.entrypoints.front.llm import LLM
 
 
@@ -32,6 +33,7 @@ class BatchTimes:
         prefill: time until every sequence had its first token.
         decodes: duration of each step in which every sequence got a token.
         total: time until the last token.
+        gained: tokens that each step of ``decodes`` gained; (): one of each sequence.
     """
 
     batch: int
@@ -40,6 +42,7 @@ class BatchTimes:
     prefill: float
     decodes: tuple[float, ...]
     total: float
+    gained: tuple[int, ...] = ()
 
     @property
     def prefill_throughput(self) -> float:
@@ -49,11 +52,12 @@ class BatchTimes:
     @property
     def steady(self) -> tuple[float, ...]:
         """Durations of the decode steps without the first ones, or of all if they are too few."""
-        return (
-            self.decodes[SETTLING_STEPS:]
-            if len(self.decodes) >= 4 * SETTLING_STEPS
-            else self.decodes
-        )
+        return self.decodes[self._settling :]
+
+    @property
+    def _settling(self) -> int:
+        """Number of decode steps that statistics leave out."""
+        return SETTLING_STEPS if len(self.decodes) >= 4 * SETTLING_STEPS else 0
 
     @property
     def median_decode(self) -> float:
@@ -65,8 +69,14 @@ class BatchTimes:
 
     @property
     def decode_throughput(self) -> float:
-        """Tokens per second at the median step; 0 if there was no decode step."""
-        return self.batch / self.median_decode if self.decodes else 0.0
+        """Tokens per second at the median step; 0 if there was no decode step.
+
+        The tokens of a step are the mean of all steps.
+        """
+        if not self.decodes:
+            return 0.0
+        gained = np.mean(self.gained[self._settling :]) if self.gained else self.batch
+        return float(gained) / self.median_decode
 
     @property
     def throughput(self) -> float:
@@ -95,29 +105,37 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
     open_streams = set(waiting)
     prefill = 0.0
     marks = []
+    gained = []
     while open_streams:
         deltas = llm.poll()
         now = time.perf_counter()
-        advanced = sum(bool(delta.token_ids) for _, delta in deltas)
+        counts = [len(delta.token_ids) for _, delta in deltas if delta.token_ids]
         for stream, delta in deltas:
             if delta.token_ids:
                 waiting.discard(stream)
             if stream.done:
                 open_streams.discard(stream)
-            if delta.finish_reason not in (None, "length"):
-                raise GlowplugError(
-                    f"a sequence of the batch of {len(prompts)} x {len(prompts[0])} ended with "
-                    f"{delta.finish_reason!r} ({delta.error or 'no reason given'})"
-                )
+            _check_end(delta, prompts)
         if waiting or not deltas:
             continue
         if not prefill:
             prefill = now - started
             marks.append(now)
-        elif advanced == len(prompts):
+        elif len(counts) == len(prompts):
             marks.append(now)
+            gained.append(sum(counts))
     decodes = tuple(later - earlier for earlier, later in zip(marks, marks[1:]))
-    return BatchTimes(len(prompts), len(prompts[0]), output_len, prefill, decodes, now - started)
+    sizes = len(prompts), len(prompts[0]), output_len
+    return BatchTimes(*sizes, prefill, decodes, now - started, tuple(gained))
+
+
+def _check_end(delta: Delta, prompts: Sequence[list[int]]) -> None:
+    """Raise GlowplugError if a sequence of the batch ``prompts`` ended before its length."""
+    if delta.finish_reason not in (None, "length"):
+        raise GlowplugError(
+            f"a sequence of the batch of {len(prompts)} x {len(prompts[0])} ended with "
+            f"{delta.finish_reason!r} ({delta.error or 'no reason given'})"
+        )
 
 
 def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:

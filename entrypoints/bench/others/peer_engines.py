@@ -7,12 +7,14 @@ else with ``vllm_steps.py`` in this folder.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from glowplug.core.step.draft_counts import rates_of_length
 from glowplug.entrypoints.bench.others.layout import (
     ONE_GPU,
     ONE_RANK,
@@ -52,6 +54,66 @@ class StaticRun:
 
 
 @dataclass(frozen=True)
+class ComparedDrafts:
+    """The drafts of every engine: chains by the checkpoint's own next-token layer.
+
+    Attributes:
+        steps: drafts of a verify step.
+        accept_length: accept length that every engine simulates; None: each its own.
+    """
+
+    steps: int
+    accept_length: float | None = None
+
+    def ours(self) -> list[str]:
+        """Return the options of ``glowplug serve``."""
+        words = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(self.steps)]
+        if self.accept_length is None:
+            return words
+        rates = json.dumps(rates_of_length(self.accept_length))
+        simulated = f"speculative.simulate_accept_rates={rates}"
+        return [*words, "--set", simulated, "--set", "benchmark=true"]
+
+    def ours_offline(self) -> list[str]:
+        """Return the options of ``glowplug bench offline``."""
+        words = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(self.steps)]
+        if self.accept_length is None:
+            return words
+        return [*words, "--simulate-accept-length", str(self.accept_length)]
+
+    def sglang(self) -> list[str]:
+        """Return the options of SGLang's server; ``sglang_environment`` has the acceptance."""
+        return [
+            *("--speculative-algorithm", "NEXTN"),
+            *("--speculative-num-steps", str(self.steps)),
+            *("--speculative-eagle-topk", "1"),
+            *("--speculative-num-draft-tokens", str(self.steps + 1)),
+        ]
+
+    def sglang_environment(self) -> dict[str, str]:
+        """Return the environment variables by which SGLang simulates the acceptance.
+
+        NOTE: with SGLang's default token mode every accepted token has one and the same id, so that
+        all rows would choose the same experts.
+        """
+        if self.accept_length is None:
+            return {}
+        return {
+            "SGLANG_SIMULATE_ACC_LEN": str(self.accept_length),
+            "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
+            "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
+        }
+
+    def vllm(self) -> list[str]:
+        """Return the options of vLLM's server."""
+        config: dict[str, object] = {"method": "mtp", "num_speculative_tokens": self.steps}
+        if self.accept_length is not None:
+            config["rejection_sample_method"] = "synthetic"
+            config["synthetic_acceptance_length"] = self.accept_length
+        return ["--speculative-config", json.dumps(config)]
+
+
+@dataclass(frozen=True)
 class ServedRun:
     """The server that each engine starts.
 
@@ -61,6 +123,7 @@ class ServedRun:
         concurrency: most requests at a time.
         context: most tokens of a request.
         layout: how the ranks share the model.
+        drafts: its drafts; None: none.
     """
 
     model: str
@@ -68,6 +131,7 @@ class ServedRun:
     concurrency: int
     context: int
     layout: RankLayout = ONE_RANK
+    drafts: ComparedDrafts | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +148,7 @@ class PeerEngine:
         server: makes the arguments after the interpreter for a server.
         in_log: True if the results of a static run are in its log instead of a file.
         environment: additional environment variables of both kinds of run.
+        draft_environment: makes those of a server with drafts.
     """
 
     name: str
@@ -95,6 +160,7 @@ class PeerEngine:
     server: Callable[[ServedRun], list[str]]
     in_log: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    draft_environment: Callable[[ComparedDrafts], Mapping[str, str]] = lambda drafts: {}
 
 
 def _ours_static(run: StaticRun) -> list[str]:
@@ -132,6 +198,7 @@ def _ours_server(run: ServedRun) -> list[str]:
         "--max-running-requests",
         str(run.concurrency),
         *run.layout.ours(),
+        *(run.drafts.ours() if run.drafts else []),
     ]
 
 
@@ -178,6 +245,7 @@ def _sglang_server(run: ServedRun) -> list[str]:
         "--cuda-graph-max-bs",
         str(run.concurrency),
         *run.layout.sglang(),
+        *(run.drafts.sglang() if run.drafts else []),
     ]
 
 
@@ -210,6 +278,7 @@ def _vllm_server(run: ServedRun) -> list[str]:
         "--max-num-seqs",
         str(run.concurrency),
         *run.layout.vllm(),
+        *(run.drafts.vllm() if run.drafts else []),
     ]
 
 
@@ -240,6 +309,7 @@ ENGINES = {
             _sglang_static,
             _sglang_server,
             environment={"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"},
+            draft_environment=ComparedDrafts.sglang_environment,
         ),
         PeerEngine(
             VLLM,

@@ -10,6 +10,27 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 50  #: columns of a printed line
+#: (label, key) of the figures of a serving run that are no times of single requests
+TOTALS = (
+    ("Traffic request rate", "request_rate"),
+    ("Max request concurrency", "max_concurrency"),
+    ("Successful requests", "completed"),
+    ("Failed requests", "failed"),
+    ("Benchmark duration (s)", "duration"),
+    ("Total input tokens", "total_input_tokens"),
+    ("Total generated tokens", "total_output_tokens"),
+    ("Total generated tokens (retokenized)", "total_output_tokens_retokenized"),
+    ("Request throughput (req/s)", "request_throughput"),
+    ("Input token throughput (tok/s)", "input_throughput"),
+    ("Output token throughput (tok/s)", "output_throughput"),
+    ("Peak output token throughput (tok/s)", "max_output_tokens_per_s"),
+    ("Total token throughput (tok/s)", "total_token_throughput"),
+    ("Request goodput (req/s)", "request_goodput"),
+    ("Concurrency", "concurrency"),
+    ("Accept length", "accept_length"),
+    ("Accept rate by position", "accept_rates"),
+    ("Device idle between steps, share", "device_idle_share"),
+)
 
 
 def heading(title: str, char: str = "=") -> str:
@@ -17,7 +38,12 @@ def heading(title: str, char: str = "=") -> str:
 
 
 def line(label: str, value: object) -> str:
-    shown = f"{value:.{4 if 'share' in label else 2}f}" if isinstance(value, float) else str(value)
+    if isinstance(value, list) and value and all(isinstance(one, float) for one in value):
+        shown = ", ".join(f"{one:.2f}" for one in value)
+    elif isinstance(value, float):
+        shown = f"{value:.{4 if 'share' in label else 2}f}"
+    else:
+        shown = str(value)
     return f"{label + ':':<40}{shown:>{WIDTH - 40}}"
 
 
@@ -26,29 +52,7 @@ def serving_report(
 ) -> str:
     """Return the text block that is printed after a serving run."""
     rows = [heading("Serving Benchmark Result"), line("Backend", record["backend"])]
-    rows += [
-        line(label, record[key])
-        for label, key in (
-            ("Traffic request rate", "request_rate"),
-            ("Max request concurrency", "max_concurrency"),
-            ("Successful requests", "completed"),
-            ("Failed requests", "failed"),
-            ("Benchmark duration (s)", "duration"),
-            ("Total input tokens", "total_input_tokens"),
-            ("Total generated tokens", "total_output_tokens"),
-            ("Total generated tokens (retokenized)", "total_output_tokens_retokenized"),
-            ("Request throughput (req/s)", "request_throughput"),
-            ("Input token throughput (tok/s)", "input_throughput"),
-            ("Output token throughput (tok/s)", "output_throughput"),
-            ("Peak output token throughput (tok/s)", "max_output_tokens_per_s"),
-            ("Total token throughput (tok/s)", "total_token_throughput"),
-            ("Request goodput (req/s)", "request_goodput"),
-            ("Concurrency", "concurrency"),
-            ("Accept length", "accept_length"),
-            ("Device idle between steps, share", "device_idle_share"),
-        )
-        if record.get(key) is not None
-    ]
+    rows += [line(label, record[key]) for label, key in TOTALS if record.get(key) is not None]
     titles = {
         "e2el": "End-to-End Latency",
         "ttft": "Time to First Token",

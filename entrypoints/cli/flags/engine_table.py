@@ -191,13 +191,13 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--speculative-algorithm", "--speculative-algo", "--spec-method"),
         "speculative.use",
-        "draft algorithm: nextn, eagle (EAGLE: by the draft's folder), ...",
+        "draft algorithm: nextn, eagle (EAGLE: by the draft's folder), ngram, ...",
         values=ALGORITHMS,
     ),
     Flag(
         (CONFIG_FLAG, "-sc"),
         "speculative",
-        "speculation as a JSON object: method, model, num_speculative_tokens",
+        "speculation as a JSON object: method, model, num_speculative_tokens, ...",
         speculative_config,
     ),
     Flag(
@@ -222,6 +222,18 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         ("--speculative-num-draft-tokens",),
         "speculative.draft_tokens",
         "tokens verified per step",
+        int,
+    ),
+    Flag(
+        ("--speculative-ngram-max-match-window-size", "--ngram-prompt-lookup-max"),
+        "speculative.prompt_lookup_max",
+        "most of a row's last tokens that ngram looks for in its earlier text",
+        int,
+    ),
+    Flag(
+        ("--speculative-ngram-min-match-window-size", "--ngram-prompt-lookup-min"),
+        "speculative.prompt_lookup_min",
+        "fewest of a row's last tokens that ngram looks for in its earlier text",
         int,
     ),
     Flag(

@@ -45,6 +45,11 @@ ALTERNATIVES: tuple[tuple[str, str], ...] = (
         r"^(compilation-config|optimization-level)$",
         "use --enable-torch-compile and --cuda-graph-bs",
     ),
+    (
+        r"^speculative-ngram-",
+        "use --speculative-num-draft-tokens, --speculative-eagle-topk and "
+        "--speculative-ngram-max-match-window-size",
+    ),
     (r"lora|prompt-adapter", "merge the adapter into the checkpoint"),
     (
         r"(^|-)(mm|asr|media|image|video)(-|$)|multimodal|^language-|^encoder-",

@@ -141,9 +141,9 @@ SGLANG = frozenset(
     speculative-ngram-branch-length speculative-ngram-capacity
     speculative-ngram-external-corpus-max-tokens speculative-ngram-external-corpus-path
     speculative-ngram-external-sam-budget speculative-ngram-match-type
-    speculative-ngram-max-bfs-breadth speculative-ngram-max-match-window-size
+    speculative-ngram-max-bfs-breadth
     speculative-ngram-max-trie-depth speculative-ngram-min-bfs-breadth
-    speculative-ngram-min-match-window-size speculative-use-block-verification
+    speculative-use-block-verification
     speculative-use-rejection-sampling ssl-keyfile-password startup-weight-load-mode stream-output
     stream-response-default-include-usage strip-thinking-cache swa-full-tokens-ratio
     swa-prefix-tails tbo-token-distribution-threshold tokenizer-backend

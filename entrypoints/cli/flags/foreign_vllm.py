@@ -56,7 +56,7 @@ VLLM = frozenset(
     mm-encoder-only mm-encoder-tp-mode mm-hasher-algorithm mm-ipc-gpu-memory-gb
     mm-processor-cache-gb mm-processor-cache-type mm-processor-device mm-processor-kwargs
     mm-shm-cache-max-object-size-mb mm-tensor-ipc model-class-overrides moe-backend monokernel
-    multi-step-stream-outputs ngram-prompt-lookup-max ngram-prompt-lookup-min
+    multi-step-stream-outputs
     num-gpu-blocks-override num-lookahead-slots num-scheduler-steps numa-bind
     numa-bind-cpus numa-bind-nodes offload-backend offload-params optimization-level
     override-attention-dtype override-generation-config override-neuron-config

@@ -20,7 +20,11 @@ KEYS = {
     "method": ALGORITHM_FLAG,
     "model": "--speculative-draft-model-path",
     "num_speculative_tokens": "--speculative-num-steps",
+    "prompt_lookup_max": "--speculative-ngram-max-match-window-size",
+    "prompt_lookup_min": "--speculative-ngram-min-match-window-size",
 }
+#: names that vLLM takes for the method "ngram" in the place of a draft model
+NGRAM_MODELS = frozenset({"ngram", "[ngram]"})
 #: names by which other engines choose EAGLE heads and next-token layers
 EAGLE_NAMES = frozenset({"EAGLE", "EAGLE3"})
 ALGORITHM = "speculative.use"
@@ -48,6 +52,8 @@ def speculative_config(text: str) -> dict[str, Any]:
             f"the keys {', '.join(KEYS)} are known, not {', '.join(unknown)}: leave it out; a "
             "draft is split over ranks and sized like its model"
         )
+    if found.get("model") in NGRAM_MODELS:
+        found["method"] = found.pop("model").strip("[]")
     if "method" not in found and "model" in found:
         found["method"] = "eagle"
     return found

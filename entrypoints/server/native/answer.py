@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from glowplug.entrypoints.front.delta import Delta
+from glowplug.entrypoints.front.delta import Delta, VerifiedDrafts
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.generate.logprobs import (
     NativeLogprobs,
@@ -105,6 +105,8 @@ class NativeOutputs:
             "cached_tokens": delta.cached_tokens,
             "e2e_latency": time.monotonic() - output.arrival,
         }
+        if delta.drafts is not None and delta.drafts.drafted:
+            meta |= _draft_meta(delta.drafts)
         if self._request.return_logprob:
             meta["output_token_logprobs"] = output.scores
             meta["input_token_logprobs"] = output.input_scores or []
@@ -112,6 +114,17 @@ class NativeOutputs:
                 meta["output_top_logprobs"] = output.top
                 meta["input_top_logprobs"] = output.input_top or []
         return meta
+
+
+def _draft_meta(drafts: VerifiedDrafts) -> dict[str, Any]:
+    """Return the fields of ``meta_info`` about drafts. ``drafts`` has at least one verify step."""
+    return {
+        "spec_accept_rate": drafts.accepted / drafts.drafted,
+        "spec_accept_length": drafts.accept_length,
+        "spec_num_correct_drafts": drafts.accepted,
+        "spec_num_proposed_drafts": drafts.drafted,
+        "spec_verify_ct": drafts.steps,
+    }
 
 
 def _finish(delta: Delta) -> dict[str, Any] | None:

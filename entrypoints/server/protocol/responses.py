@@ -27,6 +27,8 @@ class PromptDetails(BaseModel):
 
 class CompletionDetails(BaseModel):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(BaseModel):

@@ -1,6 +1,6 @@
 """Train the embedded model's EAGLE-3 head and write its folder.
 
-    python -m glowplug.models.embedded.training.eagle --out DIR [--minutes 30] [--threads 1]
+    python -m glowplug.models.embedded.training.eagle --out DIR [--minutes 45] [--threads 1]
 
 The target is the shipped checkpoint, which stays as it is. The head learns the target's own
 distribution on tasks and facts, several passes deep ("training-time test" of EAGLE-3, arXiv
@@ -254,9 +254,9 @@ def run(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--minutes", type=float, default=45.0)
+    parser.add_argument("--rows", type=int, default=20)
+    parser.add_argument("--length", type=int, default=192)
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--warm", type=float, default=0.02)
     parser.add_argument("--hold", type=float, default=0.3, help="share after which the rate falls")

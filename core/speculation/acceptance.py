@@ -1,0 +1,67 @@
+"""Running acceptance of drafts on the host, for each row.
+
+A verify step of a row is a step in which the row decodes with at least one draft. It accepts 0 to P
+drafts, one per position; P is the depth of the drafts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.integer]
+
+
+class AcceptanceWindow:
+    """Acceptance per position in about the last ``span`` verify steps of each of R rows.
+
+    Older steps count less: the weight of a step falls by the factor ``1 - 1 / span`` with each
+    later one. All work is done with numpy over all rows at once.
+
+    Args:
+        rows: R, the number of rows.
+        depth: P, the most drafts of a verify step that can be accepted.
+        span: number of verify steps, at least 1.
+    """
+
+    def __init__(self, rows: int, depth: int, span: float) -> None:
+        self._keep = 1.0 - 1.0 / span
+        #: [R, P] weight of the verify steps whose drafts before the position were all accepted
+        self._reached: Floats = np.zeros((rows, depth))
+        #: [R, P] weight of those in which the draft at the position was accepted as well
+        self._accepted: Floats = np.zeros((rows, depth))
+
+    def clear(self, rows: Ints | int) -> None:
+        """Forget the verify steps of ``rows``, for example when other sequences enter them."""
+        self._reached[rows] = 0.0
+        self._accepted[rows] = 0.0
+
+    def add(self, rows: Ints, accepted: Ints, depth: int | None = None) -> None:
+        """Add one verify step of each of n rows.
+
+        Args:
+            rows: [n], each row at most once.
+            accepted: [n], number of accepted drafts, 0 to ``depth``.
+            depth: depth of the step's drafts; None: P.
+        """
+        places = np.arange(self._reached.shape[1])
+        proposed = places < (len(places) if depth is None else depth)
+        self._reached[rows] = self._keep * self._reached[rows] + (
+            proposed & (places <= accepted[:, None])
+        )
+        self._accepted[rows] = self._keep * self._accepted[rows] + (places < accepted[:, None])
+
+    def rates(self, rows: Ints, prior: float = 0.0, weight: float = 0.0) -> Floats:
+        """Return the probability that a draft is accepted after all before it were, [n, P].
+
+        Positions that no verify step has reached have the value ``prior``, also with weight 0.
+
+        Args:
+            rows: [n].
+            prior: expected value before any verify step.
+            weight: number of verify steps for which the prior counts.
+        """
+        reached = self._reached[rows] + weight
+        found = self._accepted[rows] + weight * prior
+        return np.divide(found, reached, out=np.full_like(found, prior), where=reached > 0)

@@ -1,0 +1,1 @@
+"""Drafts copied from the line above: a third-party speculative algorithm for glowplug."""
