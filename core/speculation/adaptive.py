@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.speculation.acceptance import AcceptanceWindow
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
@@ -30,7 +31,7 @@ EXPLORED = 0.008  #: share of the time that explorations may lose
 #: least gain in expected tokens per second for which the drafts become smaller. An estimate that is
 #: too high is corrected by the next results, one that is too low only by explorations.
 HYSTERESIS = 0.02
-ROW_DECAY = 0.985  #: weight of a row's older results with each new one
+ROW_STEPS = 70.0  #: verify steps of a row that count, about; older ones count less and less
 MEAN_DECAY = 0.98  #: weight of the older results of all rows with each step
 PRIOR_RESULTS = 4.0  #: results of a row that the mean of all rows counts like
 FIRST_RATE = 0.7  #: mean rate before any result
@@ -71,11 +72,11 @@ class AdaptivePolicy:
         # rates of trees and of chains differ: a tree accepts any of its branches
         branches = sorted({shape.topk for shape in shapes if shape.steps})
         self._kinds = [branches.index(shape.topk) if shape.steps else 0 for shape in shapes]
-        size = (max(len(branches), 1), rows, max(max(self._steps), 1))
-        self._accepted = np.zeros(size)
-        self._results = np.zeros(size)
-        self._mean_accepted = np.full((size[0], size[2]), FIRST_RATE * FIRST_RESULTS)
-        self._mean_results = np.full((size[0], size[2]), FIRST_RESULTS)
+        depth = max(*self._steps, 1)
+        kinds = range(max(len(branches), 1))
+        self._windows = [AcceptanceWindow(rows, depth, ROW_STEPS) for _ in kinds]
+        self._mean_accepted = np.full((len(kinds), depth), FIRST_RATE * FIRST_RESULTS)
+        self._mean_results = np.full((len(kinds), depth), FIRST_RESULTS)
         self._chosen = 0
         self._budget = 0.0  # seconds that explorations may still lose
         self._exploration: _Exploration | None = None
@@ -97,14 +98,15 @@ class AdaptivePolicy:
 
     def expected(self, rows: Ints) -> Floats:
         """Return the expected tokens of a step of ``rows`` for each size of the drafts."""
-        prior = (self._mean_accepted / self._mean_results)[:, None]
-        rates = (self._accepted[:, rows] + PRIOR_RESULTS * prior) / (
-            self._results[:, rows] + PRIOR_RESULTS
-        )
-        gained = rates.cumprod(2).sum(1).cumsum(1)
+        gained = [
+            window.rates(rows, accepted / results, PRIOR_RESULTS).cumprod(1).sum(0).cumsum()
+            for window, accepted, results in zip(
+                self._windows, self._mean_accepted, self._mean_results
+            )
+        ]
         return len(rows) + np.array(
             [
-                gained[kind, steps - 1] if steps else 0.0
+                gained[kind][steps - 1] if steps else 0.0
                 for kind, steps in zip(self._kinds, self._steps)
             ]
         )
@@ -121,10 +123,7 @@ class AdaptivePolicy:
         depths = np.arange(steps)
         reached = counts[:, None] > depths
         accepted = counts[:, None] > depths + 1
-        at = kind, rows, slice(steps)
-        kept = np.where(reached, ROW_DECAY, 1.0)
-        self._results[at] = self._results[at] * kept + reached
-        self._accepted[at] = self._accepted[at] * kept + accepted
+        self._windows[kind].add(rows, counts - 1, steps)
         self._mean_results[kind, :steps] *= MEAN_DECAY
         self._mean_accepted[kind, :steps] *= MEAN_DECAY
         self._mean_results[kind, :steps] += reached.sum(0)
@@ -143,5 +142,5 @@ class AdaptivePolicy:
             self._exploration = None
 
     def forget(self, row: int) -> None:
-        self._accepted[:, row] = 0.0
-        self._results[:, row] = 0.0
+        for window in self._windows:
+            window.clear(row)
