@@ -66,7 +66,8 @@ class AdaptivePolicy:
 
     def __init__(self, shapes: tuple[DraftShape, ...], costs: DraftCosts, rows: int) -> None:
         self.shapes = shapes
-        self._seconds: Floats = np.array(costs.table(shapes, rows))
+        # larger drafts cost no less, also where costs are extrapolated
+        self._seconds: Floats = np.maximum.accumulate(np.array(costs.table(shapes, rows)), 0)
         self._places = {shape: place for place, shape in enumerate(shapes)}
         self._steps = [shape.steps for shape in shapes]
         # rates of trees and of chains differ: a tree accepts any of its branches

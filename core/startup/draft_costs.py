@@ -33,8 +33,9 @@ class Effort:
     """The effort of a measurement.
 
     Attributes:
-        seconds: once the measurement has taken this long, no further numbers of rows are measured.
-        runs: timed steps for each size of the drafts and number of rows.
+        seconds: once the measurement has taken this long, no further numbers of rows are measured,
+            and steps are not repeated.
+        runs: most timed steps for each size of the drafts and number of rows.
         factor: ratio of successive numbers of rows.
     """
 
@@ -44,7 +45,8 @@ class Effort:
 
 
 ON_DEVICE = Effort(seconds=4.0, runs=5, factor=2)
-ON_CPU = Effort(seconds=0.15, runs=2, factor=4)
+ON_CPU = Effort(seconds=0.2, runs=6, factor=4)
+SHORTEST = 1e-6  #: least seconds of a step, below the resolution of the clock
 LEAST_NUMBERS = 2  #: numbers of rows that are measured however long it takes
 
 
@@ -93,21 +95,22 @@ def measure(
 
     More rows or tokens are taken to cost at least as much as fewer.
     """
-    started = time.perf_counter()
+    clock = _Clock(collectives, effort.seconds)
     numbers: list[int] = []
     seconds: list[list[float]] = []  # for each number of rows, those of each shape
     ready = 0
     for rows in _numbers(plan.sizes.max_running, effort.factor):
         _prefill(runner, plan, ready, rows)
         ready = rows
-        found = [_measure_one(runner, plan, rows, shape, effort.runs) for shape in shapes]
+        found = (_on_cpu if plan.device == "cpu" else _on_device)(
+            runner, plan, rows, shapes, effort.runs, clock
+        )
         found = [max(found[: place + 1]) for place in range(len(found))]
         if seconds:
             found = [max(pair) for pair in zip(found, seconds[-1])]
         numbers.append(rows)
         seconds.append(found)
-        own = msgspec.json.encode(time.perf_counter() - started > effort.seconds)
-        if msgspec.json.decode(collectives.broadcast_bytes(own)) and len(numbers) >= LEAST_NUMBERS:
+        if clock.over() and len(numbers) >= LEAST_NUMBERS:
             break
     return DraftCosts(
         tuple(
@@ -115,6 +118,19 @@ def measure(
             for shape, column in zip(shapes, zip(*seconds))
         )
     )
+
+
+class _Clock:
+    """The time limit of a measurement, on which all ranks agree."""
+
+    def __init__(self, collectives: Collectives, seconds: float) -> None:
+        self._collectives = collectives
+        self._end = time.perf_counter() + seconds
+
+    def over(self) -> bool:
+        """Return whether rank 0's time is over; all ranks call this together."""
+        own = msgspec.json.encode(time.perf_counter() > self._end)
+        return msgspec.json.decode(self._collectives.broadcast_bytes(own), type=bool)
 
 
 def _numbers(most: int, factor: int) -> Iterator[int]:
@@ -145,12 +161,47 @@ def _prefill(runner: Runner, plan: EnginePlan, first: int, last: int) -> None:
         _launch(runner, batch).wait()
 
 
-def _measure_one(
-    runner: Runner, plan: EnginePlan, rows: int, shape: DraftShape, runs: int
-) -> float:
-    """Return the seconds of a step of ``rows`` rows with drafts of one size.
+def _on_cpu(
+    runner: Runner,
+    plan: EnginePlan,
+    rows: int,
+    shapes: tuple[DraftShape, ...],
+    runs: int,
+    clock: _Clock,
+) -> list[float]:
+    """Return the least CPU seconds of a step of ``rows`` rows for each size of the drafts.
 
-    With overlapping steps, one is launched before the one before has ended, as in service.
+    Only their ratios matter, and other work on the machine changes CPU seconds least. The sizes
+    take turns for the same reason.
+    """
+    least = [float("inf")] * len(shapes)
+    for _ in range(runs):
+        for place, shape in enumerate(shapes):
+            batch = _step(plan, rows, shape)
+            begun = time.process_time()
+            _launch(runner, batch).wait()
+            least[place] = min(least[place], max(time.process_time() - begun, SHORTEST))
+        if clock.over():
+            break
+    return least
+
+
+def _on_device(
+    runner: Runner,
+    plan: EnginePlan,
+    rows: int,
+    shapes: tuple[DraftShape, ...],
+    runs: int,
+    clock: _Clock,
+) -> list[float]:
+    """Return the median seconds of a step of ``rows`` rows for each size of the drafts."""
+    return [_repeated(runner, plan, rows, shape, runs) for shape in shapes]
+
+
+def _repeated(runner: Runner, plan: EnginePlan, rows: int, shape: DraftShape, runs: int) -> float:
+    """Return the median seconds of a step of ``rows`` rows with drafts of one size.
+
+    If steps overlap, one is launched before the one before has ended, as in service.
     """
     ends = []
     due: InFlight | None
@@ -164,9 +215,7 @@ def _measure_one(
             ends.append(time.perf_counter())
     if flying is not None:
         flying.wait()
-    seconds = [after - before for before, after in zip(ends, ends[1:])]
-    # one late end shortens the next step if steps overlap, so the shortest may be too short
-    return median(seconds) if plan.overlap else min(seconds)
+    return median(after - before for before, after in zip(ends, ends[1:]))
 
 
 def _step(plan: EnginePlan, rows: int, shape: DraftShape) -> Batch:
@@ -174,7 +223,7 @@ def _step(plan: EnginePlan, rows: int, shape: DraftShape) -> Batch:
     sizes = plan.sizes
     mode = Mode.DECODE if shape.tokens == 1 else Mode.VERIFY
     # NOTE: rows grow by the tokens that their steps accept, at most to this bound
-    grown = _prompt_length(plan) + len(sizes.step_shapes) * (ON_DEVICE.runs + 2) * sizes.width
+    grown = _prompt_length(plan) + len(sizes.step_shapes) * (ON_CPU.runs + 2) * sizes.width
     grown *= max(1, sizes.max_running.bit_length() + 1)
     most = min(grown, sizes.context_length) + shape.tokens
     batch = scratch_batch(plan, mode, rows, shape.tokens, most, np.zeros(0, np.int32))
