@@ -121,7 +121,7 @@ class RankBuilder:
             remarks.append(self.memory.graphs())
         with self.phases.run("self-test") as remarks:
             self.memory.test(runner, context.parallel)
-            costs = draft_costs(runner, self.plan, context.collectives)
+            costs = draft_costs(runner, self.plan, context.collectives, self.worker.rank == 0)
             remarks += [described(costs)] if costs else []
         context.parallel.forget_load()
         if self.memory.measures:

@@ -50,11 +50,16 @@ SHORTEST = 1e-6  #: least seconds of a step, below the resolution of the clock
 LEAST_NUMBERS = 2  #: numbers of rows that are measured however long it takes
 
 
-def draft_costs(runner: Runner, plan: EnginePlan, collectives: Collectives) -> DraftCosts | None:
+def draft_costs(
+    runner: Runner, plan: EnginePlan, collectives: Collectives, leads: bool
+) -> DraftCosts | None:
     """Return the costs by which steps choose the size of their drafts.
 
     They are the plan's if it has any, else measured. All ranks call this together and get the costs
     that rank 0 has measured.
+
+    Args:
+        leads: this is rank 0.
 
     Returns:
         The costs; None if all steps have drafts of one size.
@@ -62,8 +67,8 @@ def draft_costs(runner: Runner, plan: EnginePlan, collectives: Collectives) -> D
     if len(plan.sizes.draft_shapes) < 2 or plan.draft_costs is not None:
         return plan.draft_costs
     effort = ON_CPU if plan.device == "cpu" else ON_DEVICE
-    found = measure(runner, plan, collectives, plan.sizes.draft_shapes, effort)
-    data = collectives.broadcast_bytes(msgspec.json.encode(found))
+    found = measure(runner, plan, _Clock(collectives, leads, effort.seconds), effort)
+    data = collectives.broadcast_bytes(msgspec.json.encode(found) if leads else None)
     return msgspec.json.decode(data, type=DraftCosts)
 
 
@@ -84,18 +89,12 @@ def described(costs: DraftCosts) -> str:
     return f"draft steps, {rows[0]} to {rows[-1]} rows: {', '.join(parts)}"
 
 
-def measure(
-    runner: Runner,
-    plan: EnginePlan,
-    collectives: Collectives,
-    shapes: tuple[DraftShape, ...],
-    effort: Effort,
-) -> DraftCosts:
-    """Measure the seconds of a step for each of ``shapes`` and several numbers of rows.
+def measure(runner: Runner, plan: EnginePlan, clock: _Clock, effort: Effort) -> DraftCosts:
+    """Measure the seconds of a step for each size of the drafts and several numbers of rows.
 
     More rows or tokens are taken to cost at least as much as fewer.
     """
-    clock = _Clock(collectives, effort.seconds)
+    shapes = plan.sizes.draft_shapes
     numbers: list[int] = []
     seconds: list[list[float]] = []  # for each number of rows, those of each shape
     ready = 0
@@ -123,14 +122,15 @@ def measure(
 class _Clock:
     """The time limit of a measurement, on which all ranks agree."""
 
-    def __init__(self, collectives: Collectives, seconds: float) -> None:
+    def __init__(self, collectives: Collectives, leads: bool, seconds: float) -> None:
         self._collectives = collectives
+        self._leads = leads
         self._end = time.perf_counter() + seconds
 
     def over(self) -> bool:
         """Return whether rank 0's time is over; all ranks call this together."""
-        own = msgspec.json.encode(time.perf_counter() > self._end)
-        return msgspec.json.decode(self._collectives.broadcast_bytes(own), type=bool)
+        own = b"over" if time.perf_counter() > self._end else b"go on"
+        return self._collectives.broadcast_bytes(own if self._leads else None) == b"over"
 
 
 def _numbers(most: int, factor: int) -> Iterator[int]:
