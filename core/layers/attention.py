@@ -292,14 +292,8 @@ class MhaAttention(Module):
         self._mha = context.attention.mha
         self._rope = context.ops.rope
         self._at_split_point = context.split_points.call
-        shard = context.parallel.shard("heads", f"{name}.q_proj", heads)
-        held = kv_heads_of(shard.start, shard.size, heads, kv_heads)
-        query = Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias)
-        key, value = (
-            Part(f"{name}.{part}_proj", kv_heads * head_dim, "heads", head_dim, bias, held)
-            for part in ("k", "v")
-        )
-        self.qkv = Linear(context, f"{name}.qkv_proj", inputs or hidden, [query, key, value])
+        parts = _grouped_parts(context, name, heads, kv_heads, head_dim, bias)
+        self.qkv = Linear(context, f"{name}.qkv_proj", inputs or hidden, parts)
         self._split = [size // head_dim for size in self.qkv.outputs]
         self.heads = self._split[0]
         self.kv_heads = self._split[1]
@@ -338,6 +332,21 @@ class MhaAttention(Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call the backend with rotated queries and keys."""
         return self._mha(q, k, v, self)
+
+
+def _grouped_parts(
+    context: BuildContext, name: str, heads: int, kv_heads: int, head_dim: int, bias: bool
+) -> list[Part]:
+    """Return the parts of the projection to queries, keys and values of grouped-query attention."""
+    shard = context.parallel.shard("heads", f"{name}.q_proj", heads)
+    held = kv_heads_of(shard.start, shard.size, heads, kv_heads)
+    return [
+        Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias),
+        *(
+            Part(f"{name}.{part}_proj", kv_heads * head_dim, "heads", head_dim, bias, held)
+            for part in ("k", "v")
+        ),
+    ]
 
 
 def _mla_input(context: BuildContext, name: str, sizes: MlaSizes, names: MlaNames) -> Linear:

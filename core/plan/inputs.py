@@ -68,8 +68,7 @@ def read_inputs(
         facts = _with_template(facts, parsed.config.chat_template, refusals)
     if facts is None or reading is None:
         return Inputs(parsed, None, {}, {}, refusals)
-    folder = parsed.config.speculative.draft_for(facts.model.path)
-    draft = _read_draft(folder, plugins, refusals) if folder else None
+    draft = _read_draft(parsed, facts, plugins, refusals)
     hosts = hardware.hosts if hardware else parsed.config.executor.hosts or 1
     facts = _complete(facts, draft, hosts)
     return Inputs(parsed, facts, reading.elements, draft.elements if draft else {}, refusals)
@@ -151,11 +150,16 @@ def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> Mo
     return None
 
 
-def _read_draft(folder: str, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
-    """Return the facts of the draft model's own folder; None if reading it fails.
+def _read_draft(
+    parsed: Parsed, facts: Facts, plugins: PluginSet, refusals: list[Refusal]
+) -> ModelReading | None:
+    """Return the facts of the draft model's own folder; None if there is none or reading it fails.
 
     A failure is added to ``refusals``.
     """
+    folder = parsed.config.speculative.draft_for(facts.model.path)
+    if not folder:
+        return None
     try:
         return plugins.read_model(folder)
     except (FactsError, WeightError) as error:

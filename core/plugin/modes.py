@@ -1,4 +1,4 @@
-"""Modes of steps, and the levels at which components can run in them. Plan zone: no torch."""
+"""Modes of a step, and the level at which a component can run in each. Plan zone: no torch."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.speculation.tree_growth import ancestor_masks
 from glowplug.core.speculation.verify import verify
+from glowplug.core.speculation.verify_host import verify_chain_host
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.to_device import send
@@ -110,7 +111,12 @@ class TokenDrafts(ABC):
         if batch.num_decodes < batch.num_rows:
             places = np.flatnonzero(batch.samples[batch.num_decodes :]) + batch.num_decodes
             ends = send([places.astype(np.int64)], self._device)[0]
-        accepted = verify(logits, batch, self._shape_of(batch).tokens, ends, sampler)
+        width = self._shape_of(batch).tokens
+        chain = width > 1 and batch.tree is None
+        if self._on_host and chain and batch.num_decodes == batch.num_rows > 0:
+            accepted = verify_chain_host(logits, batch, width, sampler)
+        else:
+            accepted = verify(logits, batch, width, ends, sampler)
         self._keep_decoded(batch, accepted)
         if ends is not None:
             rows = batch.row_ids[ends]

@@ -88,30 +88,27 @@ def _features(head: ModelFacts, target: ModelFacts) -> Iterator[tuple[str, str]]
 
 def _vocabulary(head: ModelFacts) -> Iterator[tuple[str, str]]:
     """Yield reasons and fixes for a draft vocabulary that is no part of the target's."""
-    config = EagleConfig.read(head)
-    size = config.draft_vocab
+    size = EagleConfig.read(head).draft_vocab
     offsets = head.tensors.get(OFFSETS)
+    lacking = [name for name in (OFFSETS, "lm_head.weight") if name not in head.tensors]
     if not 0 < size <= head.vocab_size:
         yield (
             f"the head's draft vocabulary has {size} tokens (draft_vocab_size), the model's "
             f"vocabulary {head.vocab_size}",
             COMPLETE,
         )
-        return
-    own = head.tensors.get("lm_head.weight")
-    if size < head.vocab_size and head.tensors and (offsets is None or own is None):
-        missing = OFFSETS if offsets is None else "lm_head.weight"
-        yield f"the head drafts {size} of {head.vocab_size} tokens and holds no {missing}", COMPLETE
-        return
-    if offsets is None:
-        return
-    if offsets.shape != (size,):
-        yield (
-            f"{OFFSETS} has {'x'.join(map(str, offsets.shape))} ids, draft_vocab_size is {size}",
-            COMPLETE,
-        )
-        return
-    ids = np.arange(size) + _integers(head, OFFSETS)
+    elif size < head.vocab_size and head.tensors and lacking:
+        reason = f"the head drafts {size} of {head.vocab_size} tokens and holds no {lacking[0]}"
+        yield reason, COMPLETE
+    elif offsets is not None and offsets.shape != (size,):
+        shown = "x".join(map(str, offsets.shape))
+        yield f"{OFFSETS} has {shown} ids, draft_vocab_size is {size}", COMPLETE
+    elif offsets is not None:
+        yield from _ids(head, np.arange(size) + _integers(head, OFFSETS))
+
+
+def _ids(head: ModelFacts, ids: NDArray[np.int64]) -> Iterator[tuple[str, str]]:
+    """Yield reasons and fixes for draft ids whose ids in the target are ``ids``."""
     outside = ids[(ids < 0) | (ids >= head.vocab_size)]
     if len(outside):
         yield (
@@ -119,7 +116,7 @@ def _vocabulary(head: ModelFacts) -> Iterator[tuple[str, str]]:
             f"{head.vocab_size} tokens, the first to {outside[0]}",
             COMPLETE,
         )
-    elif len(np.unique(ids)) < size:
+    elif len(np.unique(ids)) < len(ids):
         yield f"{OFFSETS} maps several draft ids to one token", COMPLETE
 
 

@@ -6,7 +6,7 @@ An EAGLE-3 head (arXiv 2503.01840) reads features of several layers of its targe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +59,12 @@ class EagleConfig:
         names = facts.tensors
         version = 3 if facts.architecture in EAGLE3 else 1
         root = "model." if "model.fc.weight" in names else ""
-        usual = LAYERS[0] if version == 3 else LAYERS[1]
-        layer = next(
-            (one for one in LAYERS if any(name.startswith(f"{root}{one}.") for name in names)),
-            usual,
-        )
         draft_vocab = stated(facts, "draft_vocab_size", facts.vocab_size)
         reduced = draft_vocab != facts.vocab_size
         return cls(
             version=version,
             root=root,
-            layer=f"{root}{layer}",
+            layer=_layer_name(names, root, LAYERS[0] if version == 3 else LAYERS[1]),
             feature_layers=_feature_layers(facts.config) if version == 3 else (),
             draft_vocab=draft_vocab if version == 3 else facts.vocab_size,
             own_embedding=f"{root}embed_tokens.weight" in names,
@@ -96,6 +91,12 @@ class EagleConfig:
         if self.feature_layers is None or self.feature_layers == tuple(n - 1 for n in default):
             return default
         return self.feature_layers
+
+
+def _layer_name(names: Iterable[str], root: str, usual: str) -> str:
+    """Return the name of the layer among the names of tensors, or the usual one."""
+    found = (one for one in LAYERS if any(name.startswith(f"{root}{one}.") for name in names))
+    return root + next(found, usual)
 
 
 def _feature_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:

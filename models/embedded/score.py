@@ -134,13 +134,7 @@ def main() -> None:
     # NOTE: the only import of an entry point, needed only when run as a script.
     from glowplug import LLM, SamplingParams
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="embedded")
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--show", type=int, default=10, help="wrong answers to print")
-    parser.add_argument("--speculative", help="speculative algorithm, for example nextn or eagle")
-    parser.add_argument("--steps", type=int, default=3, help="tokens drafted after each step")
-    options = parser.parse_args()
+    options = parsed_options()
     tasks = held_out_tasks(options.count)
     prompts = [tokenizer.prompt_text((), task.prompt, think=task.think) for task in tasks]
     drafts = {"use": options.speculative or "none"}
@@ -157,14 +151,29 @@ def main() -> None:
         rounds = stats.drafted_tokens / options.steps
         print(f"accept length {1 + stats.accepted_tokens / rounds:.3f} of {options.steps} drafts")
     engine.close()
-    texts = [output.text for output in outputs]
+    print_scores(tasks, [output.text for output in outputs], options.show)
+
+
+def parsed_options() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--show", type=int, default=10, help="wrong answers to print")
+    parser.add_argument("--speculative", help="speculative algorithm, for example nextn or eagle")
+    parser.add_argument("--steps", type=int, default=3, help="tokens drafted after each step")
+    return parser.parse_args()
+
+
+def print_scores(tasks: Sequence[Task], texts: Sequence[str], show: int) -> None:
+    """Print the scores of answers, and the first ``show`` wrong ones."""
     print(json.dumps({name: round(value, 2) for name, value in score(tasks, texts).items()}))
     wrong = [
         (t.prompt, t.answer, text)
         for t, text in zip(tasks, texts, strict=True)
         if not is_correct(t, text)
     ]
-    for line in wrong[: options.show]:
+    for line in wrong[:show]:
         print(line)
 
 

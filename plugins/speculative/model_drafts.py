@@ -17,6 +17,7 @@ from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.speculation.tree_growth import Growth, first_growth, grown_tree, next_growth
 from glowplug.core.speculation.verify import verify
+from glowplug.core.speculation.verify_host import verify_chain_host
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.graph_pieces import DIRECT, ExtendWork
@@ -35,7 +36,6 @@ from glowplug.plugins.speculative.host_chain import (
     newest_tokens_host,
     next_draft_batch_host,
     uncached_tokens_host,
-    verify_chain_host,
 )
 from glowplug.plugins.speculative.page_ends import PageEnds
 

@@ -28,27 +28,22 @@ class NGram(TokenDrafts):
             self._search = ngram.ngram_branches
 
     def parents(self, shape: DraftShape) -> list[int] | None:
+        """Return the parents of the tokens of a tree.
+
+        The best branch is whole; of the others, all first tokens come before all second ones, as
+        many as the tree has room for.
+        """
         if not shape.is_tree:
             return None
-        places = branch_places(shape)
-        nodes = {place: node for node, place in enumerate(places, 1)}
-        return [0, *(nodes.get((branch, depth - 1), 0) for branch, depth in places)]
+        best = range(shape.steps)  # a token follows the one before it
+        firsts = [0] * (shape.topk - 1)
+        later = range(shape.steps + 1, shape.tokens)  # follow the tokens of the level before
+        return [0, *best, *firsts, *later][: shape.tokens]
 
     def propose(self, tokens: Tensor, rows: Tensor, lengths: Tensor, shape: DraftShape) -> Tensor:
         lookup = Lookup(self._longest, self._shortest, shape.topk, shape.steps)
         branches = self._search(tokens, rows, lengths, lookup)
         if not shape.is_tree:
             return branches[:, 0]
-        chosen = [branch * shape.steps + depth for branch, depth in branch_places(shape)]
-        return torch.stack([branches.flatten(1)[:, place] for place in chosen], 1)
-
-
-def branch_places(shape: DraftShape) -> list[tuple[int, int]]:
-    """Return the branch and the offset in it of each of the W - 1 drafts of a tree.
-
-    The best branch is whole; of the others, all first tokens come before all second ones, as many
-    as the tree has room for.
-    """
-    best = [(0, depth) for depth in range(shape.steps)]
-    others = [(branch, depth) for depth in range(shape.steps) for branch in range(1, shape.topk)]
-    return (best + others)[: shape.tokens - 1]
+        best, others = branches[:, 0], branches[:, 1:].transpose(1, 2).flatten(1)
+        return torch.cat([best, others], 1)[:, : shape.tokens - 1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from glowplug.core.speculation.verify import chain_before, verify
+from glowplug.core.speculation.verify_host import verify_chain_host
 from glowplug.core.step.batch import Batch
 from glowplug.core.testing.suites.speculative import HIDDEN, Greedy, likely
 from glowplug.plugins.speculative.drafting import (
@@ -19,7 +20,6 @@ from glowplug.plugins.speculative.host_chain import (
     newest_tokens_host,
     next_draft_batch_host,
     uncached_tokens_host,
-    verify_chain_host,
 )
 from tests.contract.test_speculative_nextn import LIMITS, PAGE, Draft, make, shifted
 

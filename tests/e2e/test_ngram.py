@@ -14,6 +14,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 from glowplug.entrypoints.front.llm import Completion
+from glowplug.models.embedded.tasks import held_out_tasks
 from tests.e2e.cuts import CUTS
 from tests.plugins import accepting, replaying_runtime
 from tests.support.combinations import Combination, plugins
@@ -170,3 +171,24 @@ def test_ranks_gain_what_one_rank_gains(folder: Path, layout: Combination, shape
             ]
 
     assert gains(layout) == gains(Combination())
+
+
+COPIES = [task for task in held_out_tasks(400) if task.kind == "copy"][:16]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_embedded_model_accepts_drafts_when_it_copies(shape: str) -> None:
+    """On held-out copy tasks the answers are those without drafts, and rows gain at least 1.8
+    tokens per step.
+    """
+    chats = [[{"role": "user", "content": task.prompt}] for task in COPIES]
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    with LLM("embedded", dtype="float32", device="cpu") as llm:
+        want = llm.chat(chats, params)
+    with LLM("embedded", dtype="float32", device="cpu", speculative=SHAPES[shape]) as llm:
+        got = llm.chat(chats, params)
+        stats, width = llm.stats, llm.plan.sizes.width
+    same(got, want)
+    length = 1 + stats.accepted_tokens / (stats.drafted_tokens / (width - 1))
+    print(f"{shape}: accept length {length:.2f}")
+    assert length >= 1.8

@@ -203,8 +203,8 @@ def test_server_info_and_metrics_grow_with_the_same_drafts(server: Served) -> No
         return info, HTTP.get(server.url + "/metrics").text
 
     before, _ = figures()
-    drawn = {**CHAT, "max_tokens": 40, "temperature": 2.0, "seed": 5, "n": 4}
-    usage = ask(server, "/v1/chat/completions", drawn)["usage"]
+    drawn = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 1.0, "seed": 5, "n": 4}
+    usage = ask(server, "/v1/completions", {**drawn, "ignore_eos": True})["usage"]
     info, text = figures()
     found = info["speculation"]
     assert found["algorithm"] == "nextn"

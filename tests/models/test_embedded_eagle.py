@@ -18,7 +18,7 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.facts.model_folder import embedded_path
 from glowplug.models.embedded.tasks import held_out_tasks
 from glowplug.models.embedded.training import eagle, tokenizer
-from glowplug.models.embedded.training.eagle_head import EagleHead, HeadShape, target_states
+from glowplug.models.embedded.training.eagle_head import HeadShape, TrainingEagleHead, target_states
 from glowplug.models.embedded.training.shape import NetworkShape
 
 FOLDER = embedded_path().parent / "eagle3"
@@ -54,9 +54,9 @@ def test_it_drafts_better_than_the_next_token_layer() -> None:
     assert lengths["eagle"] > max(2.3, lengths["nextn"]), lengths
 
 
-def trained_head() -> EagleHead:
+def trained_head() -> TrainingEagleHead:
     """Return the training network's head with the shipped weights."""
-    head = EagleHead(NetworkShape(), HeadShape())
+    head = TrainingEagleHead(NetworkShape(), HeadShape())
     stored = load_file(FOLDER / "model.safetensors")
     head.load_state_dict(
         {name.removeprefix("midlayer."): tensor.float() for name, tensor in stored.items()}
@@ -65,7 +65,7 @@ def trained_head() -> EagleHead:
 
 
 @torch.no_grad()
-def trained_drafts(head: EagleHead, ids: list[int]) -> Tensor:
+def trained_drafts(head: TrainingEagleHead, ids: list[int]) -> Tensor:
     """Return the most likely drafts of each pass after each token, int64 [passes, T]."""
     target = eagle.load_target(embedded_path(), NetworkShape())
     tokens = torch.tensor([ids])
@@ -144,7 +144,7 @@ def test_a_short_training_improves_the_head_and_writes_a_folder(tmp_path: Path) 
 
 
 def test_held_out_tasks_are_not_trained_on() -> None:
-    """Rows have whole conversations, and weights only where the assistant writes."""
+    """ConversationRows have whole conversations, and weights only where the assistant writes."""
     rows = eagle.Conversations(3).rows(4, 128)
     held = eagle.Conversations(3, held_out=True).rows(4, 128)
     assert rows.tokens.shape == (4, 128) and not torch.equal(rows.tokens, held.tokens)

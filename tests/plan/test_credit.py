@@ -290,6 +290,7 @@ WORDS: dict[str, list[str]] = {
     "--speculative-num-steps": ["2", "--speculative-algorithm", "NEXTN"],
     "--speculative-eagle-topk": ["1", "--speculative-algorithm", "NEXTN"],
     "--speculative-num-draft-tokens": ["2", "--speculative-algorithm", "NEXTN"],
+    "--speculative-token-map": ["32", "--speculative-algorithm", "NEXTN"],
     "--speculative-ngram-max-match-window-size": ["3", "--speculative-algorithm", "NGRAM"],
     "--speculative-ngram-min-match-window-size": ["2", "--speculative-algorithm", "NGRAM"],
     "--torch-compile-max-bs": ["2", "--enable-torch-compile"],
@@ -323,7 +324,12 @@ def written_sheet(folder: Path, name: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.names[0])
+#: flags that stand for several others -> the tests that cover them
+BUNDLES = {"--speculative-config": "tests/plan/test_ngram.py"}
+SINGLE_FLAGS = [flag for flag in FLAGS if flag.names[0] not in BUNDLES]
+
+
+@pytest.mark.parametrize("flag", SINGLE_FLAGS, ids=lambda flag: flag.names[0])
 def test_a_flag_that_is_not_refused_is_decided_by_the_operator(
     models: list[Path], tmp_path: Path, flag: Flag
 ) -> None:

@@ -46,7 +46,7 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def head_shapes(config: Mapping[str, Any]) -> Shapes:
-    """Return the tensors by which checks tell a head: the projection and the draft vocabulary."""
+    """Return the tensors that checks read: the projection and the draft vocabulary."""
     hidden = config["hidden_size"]
     shapes: Shapes = {"fc.weight": ("BF16", (hidden, 3 * hidden))}
     size = config.get("draft_vocab_size")

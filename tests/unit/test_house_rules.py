@@ -53,8 +53,8 @@ LARGER_PROTOCOLS = {
     "Scheduler": (9, "the loop's whole view of the waiting and running sequences"),
     "Collectives": (9, "one method a collective"),
     "AttentionBackend": (
-        7,
-        "a latent layer enters before or behind its projections, or only stores",
+        8,
+        "a layer of either kind attends or only stores, and accepted drafts are moved",
     ),
     "Sampler": (7, "what a row joins with, and what a step does, share its row state"),
 }

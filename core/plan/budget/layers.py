@@ -86,23 +86,37 @@ class LayerBytes:
         self.value = self.model.sizes.value or self.model.head_dim
         self.key = self.model.head_dim
         self._redundant = proposal.redundant_experts
-        self._features = features_of(proposal)
 
     @property
     def latent(self) -> bool:
         """Attention is MLA, with a latent cache."""
         return self.model.kind == "mla"
 
-    def claimed(self, tokens: int) -> int:
+    def with_features(self, step: StepTokens, features: int) -> int:
+        """Return ``activations`` of a step of which a draft reads features.
+
+        Features are kept until the pass ends, which returns them behind the normed states.
+
+        Args:
+            step: the step.
+            features: number of features of a token, in hidden states.
+        """
+        stream = step.own * self.model.hidden_size * self.element
+        plain = self.activations(step)
+        most = (2 * features + 3) * stream
+        return max(plain + features * stream, most) if features else plain
+
+    def claimed(self, features: int, tokens: int) -> int:
         """Return the bytes that torch's allocator takes for a step, before it rounds up blocks.
 
         Args:
+            features: number of features of a token that a draft reads, in hidden states.
             tokens: tokens of the step in each dp group.
         """
         gathered = tokens * self.mesh.get("dp", 1)
         mixed = any(self.model.sizes.routed[: self.model.num_layers])
         extra = self.experts(gathered).fragmentation if mixed and not self._expandable else 0
-        return self.activations(StepTokens(tokens, gathered, tokens)) + extra
+        return self.with_features(StepTokens(tokens, gathered, tokens), features) + extra
 
     def activations(self, step: StepTokens) -> int:
         """Return the peak bytes of a step's layers, including indices and rotations of tokens."""
@@ -129,9 +143,6 @@ class LayerBytes:
             )
             before = work.result
             kept = stream
-        if self._features:  # kept until the pass ends, which returns them behind the normed states
-            features = self._features * stream
-            most = max(most + features, 2 * (features + stream) + normed)
         return most + step.own * (INDICES + self.rope * NUMBER_BYTES)
 
     def cast(self, tokens: int, size: int) -> int:

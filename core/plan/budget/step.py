@@ -5,6 +5,8 @@ On a device, measurements replace these estimates after the largest steps have r
 
 from __future__ import annotations
 
+from functools import partial
+
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.budget.counts import Counts
@@ -58,7 +60,9 @@ def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
     )
     lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
     lines += _collective_line(proposal, counts)
-    graphs = graph_line(proposal, counts.captured, LayerBytes(proposal).claimed)
+    graphs = graph_line(
+        proposal, counts.captured, partial(LayerBytes(proposal).claimed, features_of(proposal))
+    )
     return [*lines, graphs] if graphs is not None else lines
 
 
@@ -148,7 +152,9 @@ def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
     if groups > 1:
         how += f", {gathered} of {groups} groups in the feed-forward layers"
     if proposal.values.device == "cuda":
-        size = LayerBytes(proposal).activations(_largest_step(proposal, counts, gathered))
+        size = LayerBytes(proposal).with_features(
+            _largest_step(proposal, counts, gathered), features_of(proposal)
+        )
     else:
         size = _on_host(proposal, step_tokens, gathered)
     return BudgetLine("activations", size, how)

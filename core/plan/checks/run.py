@@ -7,6 +7,7 @@ from glowplug.core.plan.checks import (
     adaptive,
     attention,
     checkpoint,
+    eagle_heads,
     last_layer,
     ranks,
     simulation,
@@ -18,7 +19,17 @@ from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.slots import SLOTS
 
 #: modules with checks, in the order of their refusals
-MODULES = (last_layer, ranks, speculation, adaptive, simulation, checkpoint, attention, steps)
+MODULES = (
+    last_layer,
+    ranks,
+    speculation,
+    adaptive,
+    eagle_heads,
+    simulation,
+    checkpoint,
+    attention,
+    steps,
+)
 _PLACES = {module.__name__: place for place, module in enumerate(MODULES)}
 #: all checks, in the order of their refusals
 CHECKS: tuple[Check, ...] = tuple(sorted(READS, key=lambda check: _PLACES[check.__module__]))

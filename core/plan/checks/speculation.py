@@ -126,49 +126,6 @@ def _users_of_heads(proposal: Proposal, otherwise: str) -> str:
 
 
 @reads("speculative", "model")
-def check_eagle_head(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse speculation that needs an EAGLE head without a folder that holds a fitting one."""
-    chosen = proposal.speculative
-    model = proposal.model
-    if chosen is None or model is None or not chosen.offers.eagle_head:
-        return
-    none = instead(proposal, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
-    folder = proposal.facts.draft
-    fits = model.offers.eagle_architectures
-
-    def refused(reason: str, fix: str, field: str = "") -> Refusal:
-        return refuse(proposal, "speculative", chosen, reason, fix, field=field)
-
-    if not fits:
-        yield refused(f"{chosen.name} needs an EAGLE head, which {model.name} does not build", none)
-    elif folder is None and not proposal.values.draft_folder:
-        yield refused(
-            f"{chosen.name} drafts with an EAGLE head, and no folder of one is given",
-            f"{FOLDER} = a folder with {HEADS}, or {none}",
-        )
-    elif folder is None:
-        return  # reading it has been refused
-    elif folder.architecture in model.offers.draft_architectures | model.offers.architectures:
-        layers = instead(proposal, "speculative", lambda o: o.nextn_layer, f"{FOLDER} = {HEADS}")
-        yield refused(f"{folder.path} is a {folder.architecture}, not an EAGLE head", layers)
-    elif folder.kind != model.offers.kind:
-        yield refused(
-            f"{folder.path} is a {folder.architecture} with {folder.kind} attention; its keys do "
-            f"not fit the KV cache of {proposal.facts.model.architecture}, which is "
-            f"{model.offers.kind}",
-            f"a head with {model.offers.kind} attention: {listed(fits)}",
-            FOLDER,
-        )
-    elif folder.architecture not in fits:
-        yield refused(
-            f"{folder.path} is a {folder.architecture}, not an EAGLE head for "
-            f"{proposal.facts.model.architecture}",
-            f"a folder of {listed(fits)}",
-            FOLDER,
-        )
-
-
-@reads("speculative", "model")
 def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a draft folder whose sizes, quantisation or tokenizer differ from the target's."""
     chosen = _drafter(proposal)
@@ -195,6 +152,13 @@ def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
     quantised = (folder.quant_method, folder.quant_block)
     if not head and quantised != (target.quant_method, target.quant_block):
         yield _other_scheme(proposal, chosen, folder, target)
+    yield from _other_tokenizer(proposal, chosen, folder, target)
+
+
+def _other_tokenizer(
+    proposal: Proposal, chosen: Chosen, folder: ModelFacts, target: ModelFacts
+) -> Iterator[Refusal]:
+    """Refuse a draft whose token ids have other text than its target's."""
     difference = tokenizer_difference(folder.path, target.path)
     if difference:
         yield refuse(

@@ -26,8 +26,9 @@ from glowplug.models.embedded.training import facts, tokenizer
 from glowplug.models.embedded.training.batches import TASK_WEIGHTS
 from glowplug.models.embedded.training.eagle_head import (
     FEATURE_LAYERS,
-    EagleHead,
     HeadShape,
+    TrainingEagleHead,
+    taken,
     target_states,
 )
 from glowplug.models.embedded.training.export import EXPERTS, published_name
@@ -43,7 +44,7 @@ DECAY = 0.8  #: loss weight of a pass, relative to the pass before
 TASK_SHARE = 0.8  #: share of tasks in the training text; facts are the rest
 
 
-class Rows(NamedTuple):
+class ConversationRows(NamedTuple):
     """Packed conversations.
 
     Attributes:
@@ -66,11 +67,13 @@ class Conversations:
         self._facts = facts.questions()
         self._held_out = held_out
 
-    def rows(self, count: int, length: int) -> Rows:
+    def rows(self, count: int, length: int) -> ConversationRows:
         """Return ``count`` rows of ``length`` tokens, each filled with whole conversations."""
         made = [self._row(length) for _ in range(count)]
         tokens, documents, weights = zip(*made, strict=True)
-        return Rows(torch.tensor(tokens), torch.tensor(documents), torch.tensor(weights))
+        return ConversationRows(
+            torch.tensor(tokens), torch.tensor(documents), torch.tensor(weights)
+        )
 
     def _row(self, length: int) -> tuple[list[int], list[int], list[float]]:
         tokens: list[int] = []
@@ -131,10 +134,10 @@ class HeadTrainer:
         shape = NetworkShape()
         self.device = device
         self.target = load_target(CHECKPOINT, shape).to(device)
-        self.head = EagleHead(shape, HeadShape()).to(device)
+        self.head = TrainingEagleHead(shape, HeadShape()).to(device)
         self.optimizer = Optimizer(self.head, rate)
 
-    def step(self, rows: Rows, factor: float) -> Tensor:
+    def step(self, rows: ConversationRows, factor: float) -> Tensor:
         """Update the head with ``rows``, at ``factor`` times the peak rate; return the loss."""
         loss = torch.zeros((), device=self.device)
         for number, (logits, wanted, weights) in enumerate(self._passes(rows)):
@@ -144,29 +147,24 @@ class HeadTrainer:
         self.optimizer.step(factor)
         return loss.detach()
 
-    def _passes(self, rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _passes(self, rows: ConversationRows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield each pass's logits [B, S, V], the target's distributions, and weights [B, S]."""
         tokens, documents, weights = (part.to(self.device) for part in rows)
-        length = tokens.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
-        mask = ((documents.unsqueeze(1) == documents.unsqueeze(2)) & causal).unsqueeze(1)
         kept = _kept(documents, weights)
-        # the tokens of some weight first, in rows as long as the longest of them
-        order = kept.amax(0).gt(0).int().sort(dim=1, descending=True, stable=True)
-        chosen = order.indices[:, : int(order.values.sum(1).max())]
+        chosen = _chosen(kept)
+        mask = _mask(documents)
+        head = self.target.lm_head.weight
         with torch.autocast(self.device, dtype=torch.bfloat16):
             embedded, features, normed = target_states(self.target, tokens, mask)
             results = self.head(embedded, features, self.target.frequencies, mask, chosen, PASSES)
             for number, hidden in enumerate(results, 1):
-                after = normed.gather(
-                    1, (chosen + number).clamp(max=length - 1)[..., None].expand_as(hidden)
-                )
-                wanted = F.linear(after, self.target.lm_head.weight).float().softmax(-1)
-                logits = F.linear(hidden, self.target.lm_head.weight).float()
+                places = (chosen + number).clamp(max=tokens.shape[1] - 1)
+                wanted = F.linear(taken(normed, places), head).float().softmax(-1)
+                logits = F.linear(hidden, head).float()
                 yield logits, wanted, kept[number - 1].gather(1, chosen)
 
     @torch.no_grad()
-    def accept_length(self, rows: Rows) -> float:
+    def accept_length(self, rows: ConversationRows) -> float:
         """Return the mean accept length of a chain of ``PASSES`` drafts after an answer's token.
 
         Chains that the end of the answer cuts off count with the drafts that they have.
@@ -195,6 +193,22 @@ def _kept(documents: Tensor, weights: Tensor) -> Tensor:
     return torch.stack(kept)
 
 
+def _chosen(kept: Tensor) -> Tensor:
+    """Return the indices of the tokens with a loss weight in any pass, int64 [B, S].
+
+    Rows with fewer of them than the longest are filled up with other tokens.
+    """
+    order = kept.amax(0).gt(0).int().sort(dim=1, descending=True, stable=True)
+    return order.indices[:, : int(order.values.sum(1).max())]
+
+
+def _mask(documents: Tensor) -> Tensor:
+    """Return the tokens that each token attends to, bool [B, 1, T, T]."""
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return ((documents.unsqueeze(1) == documents.unsqueeze(2)) & causal).unsqueeze(1)
+
+
 def head_config(shape: NetworkShape, head: HeadShape) -> dict[str, object]:
     """Return the content of the head's config.json."""
     target = shape.config(fp8=False)
@@ -211,7 +225,7 @@ def head_config(shape: NetworkShape, head: HeadShape) -> dict[str, object]:
     }
 
 
-def save(head: EagleHead, out: Path) -> None:
+def save(head: TrainingEagleHead, out: Path) -> None:
     """Write the head's folder: weights in bf16 under their published names, and config.json."""
     out.mkdir(parents=True, exist_ok=True)
     outer = ("fc.", "norm.")
@@ -230,10 +244,22 @@ def run(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    trainer = HeadTrainer(device, options.rate)
-    source = Conversations(options.seed)
+    trainer = HeadTrainer("cuda" if torch.cuda.is_available() else "cpu", options.rate)
     check = Conversations(options.seed, held_out=True).rows(options.rows, options.length)
+    steps = train(trainer, check, options)
+    save(trainer.head, options.out)
+    print(f"{steps} steps, accept length {trainer.accept_length(check):.3f}")
+
+
+def train(trainer: HeadTrainer, check: ConversationRows, options: argparse.Namespace) -> int:
+    """Train until the time is up, and return the number of steps.
+
+    Args:
+        trainer: the head and its target.
+        check: held-out conversations, whose accept length is printed now and then.
+        options: options of the command line.
+    """
+    source = Conversations(options.seed)
     started = time.monotonic()
     step = 0
     average = 0.0
@@ -244,11 +270,8 @@ def run(options: argparse.Namespace) -> None:
         if step % 100 == 0:
             print(f"step {step} {time.monotonic() - started:.0f} s loss {average:.3f} "
                   f"accept length {trainer.accept_length(check):.3f}", flush=True)  # fmt: skip
-        if step % 1000 == 0:
-            save(trainer.head, options.out)
         step += 1
-    save(trainer.head, options.out)
-    print(f"{step} steps, accept length {trainer.accept_length(check):.3f}")
+    return step
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from glowplug.models.embedded.training.network import (
 from glowplug.models.embedded.training.shape import NetworkShape
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines
+Chain = list[tuple[Tensor, Tensor]]  # keys and values of each pass
 FEATURE_LAYERS = (1, 3, 5)  #: numbers of target layers after which features are read
 
 
@@ -65,7 +66,7 @@ class HeadAttention(Attention):
         q: Tensor,
         first: tuple[Tensor, Tensor],
         mask: Tensor,
-        chain: list[tuple[Tensor, Tensor]],
+        chain: Chain,
     ) -> Tensor:
         """Return the attention's result, [B, S, D], of queries [B, H, S, channels].
 
@@ -87,7 +88,7 @@ class HeadAttention(Attention):
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
-class EagleHead(nn.Module):
+class TrainingEagleHead(nn.Module):
     """The head: features to hidden state, one layer, final norm."""
 
     def __init__(self, target: NetworkShape, shape: HeadShape) -> None:
@@ -122,32 +123,47 @@ class EagleHead(nn.Module):
             chosen: int64 [B, S], indices of the tokens after which chains are drafted.
             passes: number of passes.
         """
-        attention = self.self_attn
-        places = torch.arange(features.shape[1], device=features.device)
         stream = self.fc(features)
-        x = self._joined(embedded.roll(-1, dims=1), stream)
-        first = attention.keys_values(x, _angles(places + 1, frequencies))
-        mask = _rows(mask[:, 0], chosen).unsqueeze(1)
-        stream = _rows(stream, chosen)
-        x = _rows(x, chosen)
-        chain: list[tuple[Tensor, Tensor]] = []
+        x = self._joined(embedded, stream, 1)
+        first = self.self_attn.keys_values(x, self._angles_of(features, frequencies))
+        near = taken(mask[:, 0], chosen).unsqueeze(1)
+        x = taken(x, chosen)
+        stream = taken(stream, chosen)
+        chain: Chain = []
         results = []
         for number in range(1, passes + 1):
             angles = _angles(chosen + number, frequencies)
-            if number > 1:
-                x = self._joined(_rows(embedded.roll(-number, dims=1), chosen), stream)
-                chain.append(attention.keys_values(x, angles))
-            q = attention.queries(x, angles)
-            stream = stream + attention.attend(q, first, mask, chain)
-            stream = stream + self.mlp(self.post_attention_layernorm(stream))
+            if results:
+                x = self._joined(embedded, stream, number, chosen)
+                chain.append(self.self_attn.keys_values(x, angles))
+            q = self.self_attn.queries(x, angles)
+            stream = self._after(stream, self.self_attn.attend(q, first, near, chain))
             results.append(self.norm(stream))
         return results
 
-    def _joined(self, embedded: Tensor, stream: Tensor) -> Tensor:
-        return torch.cat((self.input_layernorm(embedded), self.hidden_norm(stream)), dim=-1)
+    def _angles_of(self, features: Tensor, frequencies: Tensor) -> Angles:
+        """Return the rotary angles of all tokens in the first pass."""
+        places = torch.arange(1, features.shape[1] + 1, device=features.device)
+        return _angles(places, frequencies)
+
+    def _after(self, stream: Tensor, attended: Tensor) -> Tensor:
+        """Return the residual stream after the layer, from its attention's result."""
+        stream = stream + attended
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+    def _joined(
+        self, embedded: Tensor, stream: Tensor, ahead: int, chosen: Tensor | None = None
+    ) -> Tensor:
+        """Return the attention's input: embeddings ``ahead`` tokens later beside the stream.
+
+        ``chosen``: indices of the tokens, [B, S]; None: all.
+        """
+        later = embedded.roll(-ahead, dims=1)
+        later = later if chosen is None else taken(later, chosen)
+        return torch.cat((self.input_layernorm(later), self.hidden_norm(stream)), dim=-1)
 
 
-def _rows(x: Tensor, chosen: Tensor) -> Tensor:
+def taken(x: Tensor, chosen: Tensor) -> Tensor:
     """Return x[b, chosen[b]] for each row b: x [B, T, N], chosen [B, S] -> [B, S, N]."""
     return x.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
