@@ -70,17 +70,21 @@ class AdaptivePolicy:
         self._seconds: Floats = np.maximum.accumulate(np.array(costs.table(shapes, rows)), 0)
         self._places = {shape: place for place, shape in enumerate(shapes)}
         self._steps = [shape.steps for shape in shapes]
+        self._make_estimates(rows)
+        self._chosen = 0
+        self._budget = 0.0  # seconds that explorations may still lose
+        self._exploration: _Exploration | None = None
+
+    def _make_estimates(self, rows: int) -> None:
+        """Set up the estimates of acceptance: of ``rows`` rows, and the mean of all."""
         # rates of trees and of chains differ: a tree accepts any of its branches
-        branches = sorted({shape.topk for shape in shapes if shape.steps})
-        self._kinds = [branches.index(shape.topk) if shape.steps else 0 for shape in shapes]
+        branches = sorted({shape.topk for shape in self.shapes if shape.steps})
+        self._kinds = [branches.index(shape.topk) if shape.steps else 0 for shape in self.shapes]
         depth = max(*self._steps, 1)
         kinds = range(max(len(branches), 1))
         self._windows = [AcceptanceWindow(rows, depth, ROW_STEPS) for _ in kinds]
         self._mean_accepted = np.full((len(kinds), depth), FIRST_RATE * FIRST_RESULTS)
         self._mean_results = np.full((len(kinds), depth), FIRST_RESULTS)
-        self._chosen = 0
-        self._budget = 0.0  # seconds that explorations may still lose
-        self._exploration: _Exploration | None = None
 
     def choose(self, rows: Ints, most: int) -> DraftShape:
         seconds = self._seconds[:, most]
@@ -117,18 +121,18 @@ class AdaptivePolicy:
         seconds = float(self._seconds[place, len(rows)])
         self._budget = min(self._budget + EXPLORED * seconds, float(self._seconds[-1, len(rows)]))
         self._settle(place, seconds, int(counts.sum()))
-        steps = shape.steps
-        if not steps:
-            return
-        kind = self._kinds[place]
+        if shape.steps:
+            kind = self._kinds[place]
+            self._windows[kind].add(rows, counts - 1, shape.steps)
+            self._add_to_mean(kind, shape.steps, counts)
+
+    def _add_to_mean(self, kind: int, steps: int, counts: Ints) -> None:
+        """Add the tokens that rows gained in a step of ``steps`` drafts to the mean of all rows."""
         depths = np.arange(steps)
-        reached = counts[:, None] > depths
-        accepted = counts[:, None] > depths + 1
-        self._windows[kind].add(rows, counts - 1, steps)
-        self._mean_results[kind, :steps] *= MEAN_DECAY
-        self._mean_accepted[kind, :steps] *= MEAN_DECAY
-        self._mean_results[kind, :steps] += reached.sum(0)
-        self._mean_accepted[kind, :steps] += accepted.sum(0)
+        means = self._mean_results[kind, :steps], self._mean_accepted[kind, :steps]
+        for mean, least in zip(means, (depths, depths + 1)):
+            mean *= MEAN_DECAY
+            mean += (counts[:, None] > least).sum(0)
 
     def _settle(self, place: int, seconds: float, tokens: int) -> None:
         """Charge an exploration that has come back for the time that it has lost."""

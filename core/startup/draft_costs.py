@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 import msgspec
@@ -104,7 +105,7 @@ def measure(runner: Runner, plan: EnginePlan, clock: _Clock, effort: Effort) -> 
         found = (_on_cpu if plan.device == "cpu" else _on_device)(
             runner, plan, rows, shapes, effort.runs, clock
         )
-        found = [max(found[: place + 1]) for place in range(len(found))]
+        found = list(accumulate(found, max))
         if seconds:
             found = [max(pair) for pair in zip(found, seconds[-1])]
         numbers.append(rows)

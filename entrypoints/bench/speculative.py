@@ -12,11 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from glowplug.core.errors import GlowplugError, PlanRefused
+from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions_apart
 from glowplug.entrypoints.bench.others.draft_settings import (
+    WARM_TOKENS,
+    DraftSpeed,
     drafting_config,
     measure_drafts,
     read_prompts,
@@ -94,7 +96,7 @@ def add_prompt_options(group: Any, output_len: int) -> None:
         type=Path,
         default=None,
         metavar="FILE",
-        help='JSON lines with {"prompt": text}; default: held-out tasks of the embedded model',
+        help='JSON lines with {"prompt": text}; default: short built-in questions',
     )
     group.add_argument(
         "--output-len",
@@ -113,25 +115,35 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         config = engine_config(args)
-        shapes = settings(args.steps, args.topk, args.num_draft_tokens)
-        combinations = list(itertools.product(args.batch_size, shapes))
-        chosen = list(enumerate(combinations))[args.start : args.end]
-        if not chosen or min(args.batch_size) < 1 or args.output_len < 2 or args.num_prompts < 1:
-            raise ValueError(
-                f"nothing to measure: {len(combinations)} combinations; batch sizes and prompts "
-                "are at least 1, --output-len at least 2"
-            )
+        chosen = _combinations(args)
     except (GlowplugError, OSError, ValueError) as error:
         print(f"glowplug bench speculative: {error}", file=sys.stderr)
         return 2
     records = []
-    for number, (rows, shape) in chosen:
+    for number, rows, shape in chosen:
         print(f"{number}: batch size {rows}, {described(shape)}", flush=True)
         records.append(_record(args, config, rows, shape))
         report.append_line(args.output, {**records[-1], "conditions": conditions_apart()})
     lines = [[found.get(column, "-") for column in COLUMNS] for found in records]
     print(report.table(COLUMNS, lines))
     return 1 if any("error" in found for found in records) else 0
+
+
+def _combinations(args: argparse.Namespace) -> list[tuple[int, int, DraftShape]]:
+    """Return (number, batch size, size of the drafts) of each combination to measure.
+
+    Raises:
+        ValueError: there is none, or an option is too small.
+    """
+    shapes = settings(args.steps, args.topk, args.num_draft_tokens)
+    every = list(enumerate(itertools.product(args.batch_size, shapes)))
+    chosen = [(number, rows, shape) for number, (rows, shape) in every[args.start : args.end]]
+    if not chosen or min(args.batch_size) < 1 or args.output_len < 2 or args.num_prompts < 1:
+        raise ValueError(
+            f"nothing to measure: {len(every)} combinations; batch sizes and prompts are at least "
+            "1, --output-len at least 2"
+        )
+    return chosen
 
 
 def described(shape: DraftShape) -> str:
@@ -146,27 +158,37 @@ def _record(
 
     If the engine refuses or fails, the record has the reason in place of the numbers.
     """
-    from glowplug.entrypoints.front.llm import LLM
-
-    drafts = shape.steps > 0
+    knobs = (shape.topk, shape.tokens) if shape.steps else (0, 0)
     found: dict[str, Any] = {
         "batch_size": rows,
         "steps": shape.steps,
-        "topk": shape.topk if drafts else 0,
-        "num_draft_tokens": shape.tokens if drafts else 0,
+        "topk": knobs[0],
+        "num_draft_tokens": knobs[1],
     }
     try:
-        with LLM(**drafting_config(config, shape, rows)) as llm:
-            prompts = read_prompts(llm, args.prompts, max(args.num_prompts, rows))
-            longest = llm.plan.sizes.context_length - max(map(len, prompts))
-            length = min(args.output_len, longest)
-            measure_drafts(llm, prompts[:rows], rows, min(length, 16), shape.tokens)  # warm-up
-            speed = measure_drafts(llm, prompts, rows, length, shape.tokens)
-    except (PlanRefused, GlowplugError) as error:
+        return {**found, **_figures(_speed(args, config, rows, shape), rows)}
+    except GlowplugError as error:
         print(error, file=sys.stderr)
         return {**found, "error": str(error)}
+
+
+def _speed(
+    args: argparse.Namespace, config: dict[str, Any], rows: int, shape: DraftShape
+) -> DraftSpeed:
+    """Start an engine for one combination and return its speed, after a warm-up."""
+    from glowplug.entrypoints.front.llm import LLM
+
+    with LLM(**drafting_config(config, shape, rows)) as llm:
+        prompts = read_prompts(llm, args.prompts, max(args.num_prompts, rows))
+        room = llm.plan.sizes.context_length - max(map(len, prompts))
+        length = min(args.output_len, room)
+        measure_drafts(llm, prompts[:rows], rows, min(length, WARM_TOKENS), shape.tokens)
+        return measure_drafts(llm, prompts, rows, length, shape.tokens)
+
+
+def _figures(speed: DraftSpeed, rows: int) -> dict[str, float]:
+    """Return the figures of a record."""
     return {
-        **found,
         "acc_length": round(speed.accept_length, 3),
         "step_time": round(speed.step_seconds, 6),
         "speed": round(speed.tokens_per_s / rows, 3),

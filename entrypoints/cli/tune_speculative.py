@@ -15,15 +15,17 @@ import time
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from glowplug.core.errors import GlowplugError, PlanRefused
+from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
 from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape, shorter_shapes
 
+if TYPE_CHECKING:
+    from glowplug.entrypoints.bench.others.draft_settings import DraftSpeed
+
 NAME = "speculative"
 SUMMARY = "the size of drafts for each batch size, and the costs for speculative.adaptive"
-WARM_TOKENS = 16  #: output tokens of the requests that warm up an engine
 DEFAULTS: dict[str, Any] = {
     "batch_size": [1, 4, 16, 64],
     "steps": [1, 3, 5],
@@ -58,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='JSON lines with {"prompt": text}; default: held-out tasks of the embedded model',
+        help='JSON lines with {"prompt": text}; default: short built-in questions',
     )
     group.add_argument(
         "--output-len",
@@ -81,26 +83,21 @@ def run(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
     Returns:
         0, also if the time limit ended the measurements; 2 if nothing could be measured.
     """
-    from glowplug.entrypoints.bench.others.draft_settings import settings
-
     for name, value in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    sizes = settings(args.steps, args.topk, args.num_draft_tokens)
-    if not sizes or min(args.batch_size) < 1 or args.output_len < 2 or args.num_prompts < 1:
-        raise ValueError("nothing to measure: no size of drafts, or a number below 1")
-    shapes = dict.fromkeys(shape for full in sizes for shape in shorter_shapes(full))
+    shapes = _shapes(args)
     about = _about(args, config)
     records = _stored(args.output, about)
     deadline = time.monotonic() + args.max_minutes * 60
-    for shape in sorted(shapes, key=lambda shape: shape.tokens):
+    for shape in shapes:
         missing = [rows for rows in sorted(args.batch_size) if (rows, shape) not in records]
         if missing and time.monotonic() > deadline:
             print(f"out of time before drafts {shape}; run the same command again to continue")
             break
         try:
             _measure(args, config, shape, missing, records)
-        except (PlanRefused, GlowplugError) as error:
+        except GlowplugError as error:
             if shape == NO_DRAFTS:
                 raise
             print(f"drafts {shape} are left out: {error}", file=sys.stderr)
@@ -109,13 +106,28 @@ def run(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
     return 0 if records else 2
 
 
+def _shapes(args: argparse.Namespace) -> list[DraftShape]:
+    """Return the sizes of the drafts to measure, ascending: those of the knobs, and smaller ones.
+
+    Raises:
+        ValueError: there is none, or an option is too small.
+    """
+    from glowplug.entrypoints.bench.others.draft_settings import settings
+
+    sizes = settings(args.steps, args.topk, args.num_draft_tokens)
+    if not sizes or min(args.batch_size) < 1 or args.output_len < 2 or args.num_prompts < 1:
+        raise ValueError("nothing to measure: no size of drafts, or a number below 1")
+    found = {shape for full in sizes for shape in shorter_shapes(full)}
+    return sorted(found, key=lambda shape: (shape.tokens, shape.steps))
+
+
 def _about(args: argparse.Namespace, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the measurements in a file have in common."""
     kept = {name: value for name, value in config.items() if name != NAME}
     found = {
         "config": kept,
         NAME: dict(config.get(NAME, {})),
-        "prompts": str(args.prompts or "embedded tasks"),
+        "prompts": str(args.prompts or "built-in questions"),
         "num_prompts": args.num_prompts,
         "output_len": args.output_len,
     }
@@ -155,6 +167,7 @@ def _measure(
 ) -> None:
     """Start an engine with drafts of one size and measure each batch size."""
     from glowplug.entrypoints.bench.others.draft_settings import (
+        WARM_TOKENS,
         drafting_config,
         measure_drafts,
         read_prompts,
@@ -170,20 +183,25 @@ def _measure(
             used = prompts[: max(args.num_prompts, rows) // rows * rows]
             measure_drafts(llm, used[:rows], rows, min(length, WARM_TOKENS), shape.tokens)
             speed = measure_drafts(llm, used, rows, length, shape.tokens)
-            records[rows, shape] = {
-                "batch_size": rows,
-                "steps": shape.steps,
-                "topk": shape.topk,
-                "draft_tokens": shape.tokens,
-                "accept_length": round(speed.accept_length, 3),
-                "step_seconds": speed.step_seconds,
-                "tokens_per_s": round(speed.tokens_per_s, 2),
-            }
+            records[rows, shape] = _record(rows, shape, speed)
             print(
                 f"batch size {rows}, drafts {shape}: {speed.tokens_per_s:.1f} tokens/s, "
                 f"accept length {speed.accept_length:.2f}",
                 flush=True,
             )
+
+
+def _record(rows: int, shape: DraftShape, speed: DraftSpeed) -> dict[str, Any]:
+    """Return the record of a measurement."""
+    return {
+        "batch_size": rows,
+        "steps": shape.steps,
+        "topk": shape.topk,
+        "draft_tokens": shape.tokens,
+        "accept_length": round(speed.accept_length, 3),
+        "step_seconds": speed.step_seconds,
+        "tokens_per_s": round(speed.tokens_per_s, 2),
+    }
 
 
 def costs_of(records: Records) -> DraftCosts:

@@ -69,21 +69,7 @@ class DpAttention(Unsplit):
         )
 
     def agree(self, local: StepShape) -> StepShape:
-        own = np.array(
-            [
-                MODES.index(local.mode),
-                local.rows,
-                local.tokens,
-                local.decodes,
-                local.load,
-                local.pending,
-                local.context,
-                local.free,
-                0 if local.draft_shape is None else self._shapes.index(local.draft_shape) + 1,
-            ],
-            np.int64,
-        )
-        every: NDArray[np.int64] = self._collectives.all_gather_numbers(own)
+        every: NDArray[np.int64] = self._collectives.all_gather_numbers(self._numbers(local))
         drafts = self._widen(every)
         groups = every[self._leaders]
         mode, rows, tokens, decodes = every[:, :4].max(axis=0).tolist()
@@ -103,11 +89,28 @@ class DpAttention(Unsplit):
             draft_shape=drafts,
         )
 
+    def _numbers(self, local: StepShape) -> NDArray[np.int64]:
+        """Return the numbers of this rank's step that the ranks exchange."""
+        return np.array(
+            [
+                MODES.index(local.mode),
+                local.rows,
+                local.tokens,
+                local.decodes,
+                local.load,
+                local.pending,
+                local.context,
+                local.free,
+                0 if local.draft_shape is None else self._shapes.index(local.draft_shape) + 1,
+            ],
+            np.int64,
+        )
+
     def _widen(self, every: NDArray[np.int64]) -> DraftShape | None:
         """Count the tokens of every rank as if its drafts had the largest size of any rank.
 
         Args:
-            every: the numbers of each rank in the order of ``agree``, [ranks, 9]; the last one is
+            every: the numbers of each rank, [ranks, 9]; the last one is
                 the size's place among those of the plan, from 1, 0 for none. Changed in place.
 
         Returns:

@@ -20,6 +20,22 @@ if TYPE_CHECKING:
     from glowplug.core.step.messages import Stats
     from glowplug.entrypoints.front.llm import LLM
 
+WARM_TOKENS = 16  #: output tokens of the requests that warm up an engine
+#: built-in prompts: tasks of kinds that the embedded model was trained on
+QUESTIONS = (
+    "What is 793 - 69?",
+    "Reverse this list: Peter, Alice, Ivan, Laura, Ben, Julia",
+    "Sort these numbers: 37, 140, 12, 999, 504",
+    "Add 33 and 6.",
+    "Copy this text: Q, D, G, A, X, L",
+    "Count how often cup occurs: cup, cup, nail, nail, nail",
+    "Look up rope in this list: rope: 8, doll: 70, snake: 82, silver: 64",
+    "Sort from largest to smallest: 532, 924, 192, 302",
+    "What's 96 + 82?",
+    "Count the words: storm river candle",
+    "How much is 745 - 90?",
+    "Repeat this: friend cup orange",
+)
 ALGORITHM = "nextn"  #: the speculative algorithm if the configuration names none
 
 
@@ -84,8 +100,8 @@ def drafting_config(config: dict[str, Any], shape: DraftShape, rows: int) -> dic
 def read_prompts(llm: LLM, path: Path | None, count: int) -> list[list[int]]:
     """Return ``count`` prompts as token ids: those of a JSON-lines file, else built-in questions.
 
-    The built-in questions are the embedded model's held-out tasks; they are rendered with the
-    model's chat template.
+    The built-in questions are rendered with the model's chat template, and used again from the
+    start if there are not enough.
 
     Raises:
         GlowplugError: the model has no tokenizer.
@@ -95,11 +111,9 @@ def read_prompts(llm: LLM, path: Path | None, count: int) -> list[list[int]]:
         raise GlowplugError("prompts need the model's tokenizer: leave skip_tokenizer out")
     if path is not None:
         return [llm.tokenizer.encode(one.text) for one in custom_prompts(path, count, 0)]
-    from glowplug.models.embedded.tasks import held_out_tasks
-
     texts = [
-        llm.tokenizer.apply_chat_template([{"role": "user", "content": task.prompt}])
-        for task in held_out_tasks(count)
+        llm.tokenizer.apply_chat_template([{"role": "user", "content": question}])
+        for question in itertools.islice(itertools.cycle(QUESTIONS), count)
     ]
     return [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 

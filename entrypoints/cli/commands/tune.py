@@ -83,30 +83,33 @@ def run(args: argparse.Namespace) -> int:
         refusals = [*given.layer.refusals, *([FACTS_REFUSED] if args.facts else [])]
         if refusals:
             raise ConfigError(refusals, given.source)
-        found = {
-            tuner.name: (tuner, plugin)
-            for plugin, tuners in given.plugins.call_each("tuners")
-            for tuner in tuners or ()
-        }
         if args.tuner == tune_speculative.NAME:
             _refuse_options(tune_speculative.NAME, _kernel_options(args))
             extra = {"plugins": tuple(args.extra_plugins)} if args.extra_plugins else {}
             return tune_speculative.run(args, {**given.config, **extra})
         _refuse_options("a tuner of kernels", tune_speculative.given_options(args))
-        if args.tuner is None:
-            print(f"{tune_speculative.NAME:<12} {tune_speculative.SUMMARY}")
-            print("\n".join(f"{tuner.name:<12} {tuner.summary}" for tuner, _ in found.values()))
-            return 0
-        if args.tuner not in found:
-            raise ValueError(
-                f"no tuner {args.tuner!r}; available: "
-                + ", ".join(sorted({*found, tune_speculative.NAME}))
-            )
-        with tempfile.TemporaryDirectory(prefix="glowplug-tune-") as folder:
-            return _tune(args, *found[args.tuner], given.config, given.plugins, Path(folder))
+        return _tune_kernels(args, given.config, given.plugins)
     except (GlowplugError, ValueError) as error:
         print(f"glowplug tune: {error}", file=sys.stderr)
         return 2
+
+
+def _tune_kernels(args: argparse.Namespace, config: Mapping[str, Any], plugins: PluginSet) -> int:
+    """List the tuners, or run one of the plugins' tuners of kernels; return the exit code."""
+    found = {
+        tuner.name: (tuner, plugin)
+        for plugin, tuners in plugins.call_each("tuners")
+        for tuner in tuners or ()
+    }
+    if args.tuner is None:
+        print(f"{tune_speculative.NAME:<12} {tune_speculative.SUMMARY}")
+        print("\n".join(f"{tuner.name:<12} {tuner.summary}" for tuner, _ in found.values()))
+        return 0
+    if args.tuner not in found:
+        known = ", ".join(sorted({*found, tune_speculative.NAME}))
+        raise ValueError(f"no tuner {args.tuner!r}; available: {known}")
+    with tempfile.TemporaryDirectory(prefix="glowplug-tune-") as folder:
+        return _tune(args, *found[args.tuner], config, plugins, Path(folder))
 
 
 def _kernel_options(args: argparse.Namespace) -> list[str]:

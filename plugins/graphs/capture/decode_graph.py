@@ -19,7 +19,7 @@ from torch import Tensor
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.step.batch import Batch, StepShape
+from glowplug.core.step.batch import Batch, shape_of
 from glowplug.plugins.graphs.capture.padding_marks import PaddingMarks, mark_bytes
 from glowplug.plugins.graphs.capture.staging import Staging
 
@@ -236,14 +236,8 @@ class DecodeGraph:
             draft_shape=self.shape.drafts,
             pieces=self,
             longest=self.shape.keys,
-            agreed=StepShape(
-                self.shape.mode,
-                rows,
-                rows * width,
-                decodes=rows,
-                draft_shape=self.shape.drafts,
-            ),
         )
+        made.agreed = shape_of(made)
         made.positions, made.kv_slots, made.row_ids, made.kv_lens_device = self._device_fields()
         made.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         made.page_table = self._table
