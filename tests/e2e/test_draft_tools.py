@@ -90,7 +90,7 @@ def test_tune_writes_a_table_that_an_engine_takes(
         (rows, tokens) for rows in (1, 2) for tokens in (1, 2, 3)
     }
     assert set(stored["fastest"]) == {"1", "2"}
-    drafts = {"use": "nextn", "adaptive": False, "steps": 2, "cost_table": str(output)}
+    drafts = {"use": "nextn", "steps": 2, "cost_table": str(output)}
     plan = make_plan({"model": "embedded", "device": "cpu", "speculative": drafts})
     assert plan.draft_costs == DraftCosts.read(str(output))
     # finished measurements are kept: the next run starts no engine

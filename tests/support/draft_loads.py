@@ -1,6 +1,6 @@
 """The speed of adaptive drafts on the CPU while the load changes, beside fixed drafts and none.
 
-``python -m tests.support.draft_loads --output docs/benchmarks/adaptive-cpu.json``. Each engine
+``python -m tests.support.draft_loads --output x.json``. Each engine
 answers the same questions of the embedded model's held-out tasks, some at a time: the number of
 requests at a time rises and falls. The engines take turns at each load, and each load counts with
 its fastest round, in CPU seconds.
