@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from glowplug.core.engine.controls import ControlHandler, RankControls
 from glowplug.core.engine.in_flight import InFlight
@@ -27,7 +27,7 @@ from glowplug.core.engine.stalls import CODE, Stall, StallWatch
 from glowplug.core.errors import RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.modes import Mode
-from glowplug.core.protocols import Collectives, Scheduler
+from glowplug.core.protocols import AdaptiveScheduler, Collectives, Scheduler
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.step.batch import Batch, StepShape, idle_batch, shape_of
 from glowplug.core.step.messages import (
@@ -325,6 +325,10 @@ class Engine:
             batch = idle_batch()
         if batch is not None:
             batch.agreed = shape
+            if shape.draft_shape not in (None, batch.draft_shape):
+                if batch.num_decodes:
+                    cast(AdaptiveScheduler, self.scheduler).widen(batch, shape.draft_shape)
+                batch.draft_shape = shape.draft_shape
         return batch
 
     def _with_load(self, shape: StepShape) -> StepShape:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.candidates import contributed, pick
+from glowplug.core.plan.checks.adaptive import decide_adaptive, possible_shapes
 from glowplug.core.plan.checks.last_layer import choose_last_layer
 from glowplug.core.plan.device import choose_device, choose_dtypes
 from glowplug.core.plan.proposal import Proposal, chosen_of, options_of
@@ -33,6 +34,7 @@ def choose(proposal: Proposal) -> None:
             _decide_numbers(proposal)
     _decide_overlap(proposal)
     _remark_on_chain(proposal)
+    decide_adaptive(proposal)
     choose_last_layer(proposal)
 
 
@@ -166,6 +168,7 @@ def _decide_numbers(proposal: Proposal) -> None:
     values = proposal.values
     speculative = proposal.speculative
     values.draft_shape = _draft_shape(proposal)
+    values.draft_shapes = possible_shapes(proposal)
     values.width = values.draft_shape.tokens
     values.lookahead = speculative.options.lookahead() if speculative else 0
     path = proposal.facts.model.path

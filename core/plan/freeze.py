@@ -9,6 +9,7 @@ from glowplug.core.config.schema import SECRETS, EngineConfig, recorded
 from glowplug.core.errors import PluginLoadError
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.model_folder import with_digest
+from glowplug.core.plan.checks.adaptive import given_costs
 from glowplug.core.plan.fingerprint import plan_fingerprint
 from glowplug.core.plan.inputs import CALLER
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
@@ -63,6 +64,7 @@ def _engine_plan(proposal: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...
         hosts=values.hosts,
         sampled_last_layer=values.sampled_last_layer,
         expandable_segments=values.expandable_segments,
+        draft_costs=given_costs(proposal),
         chat_template=facts.model.chat_template if config.chat_template is not None else "",
     )
 

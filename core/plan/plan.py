@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from glowplug.core.facts.model_facts import Facts
+from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.draft_shape import DraftShape
 
 #: fields of ``EnginePlan`` whose key in the plan's JSON differs from their name
@@ -106,6 +107,8 @@ class Sizes:
     width: int = 1  #: tokens per decoding row and step: 1 plus the drafted tokens
     draft_shape: DraftShape = DraftShape()  #: size of the drafts of a round
     draft_layers: int = 0  #: layers of the KV pool for a draft model, after the model's own
+    #: sizes of drafts that a step may have, ascending by tokens; the last one is ``draft_shape``
+    draft_shapes: tuple[DraftShape, ...] = ()
     #: positions after a step's tokens for which rows have pages, because the draft writes there
     lookahead: int = 0
     #: fewest pages with which the engine serves after memory was measured; 0: ``num_pages``
@@ -121,6 +124,13 @@ class Sizes:
     short_keys: int = 0  #: most keys of the short rows for which attention has a faster kernel
     #: batch sizes, ascending, for which a second graph is captured with this kernel
     short_rows: tuple[int, ...] = ()
+
+    @property
+    def step_shapes(self) -> tuple[DraftShape, ...]:
+        """Sizes of drafts that a step may have: ``draft_shapes``, or only ``draft_shape``."""
+        if self.draft_shape.tokens != self.width:  # sizes made by hand, with a width only
+            return self.draft_shapes or (DraftShape.chain(self.width - 1),)
+        return self.draft_shapes or (self.draft_shape,)
 
     @property
     def max_admitted(self) -> int:
@@ -158,6 +168,8 @@ class EnginePlan:
     hosts: int = 1  #: number of hosts; each has the same number of neighbouring ranks
     #: only those tokens of prompts go through the last layer that are sampled from
     sampled_last_layer: bool = False
+    #: seconds of a step for each of ``Sizes.draft_shapes``, if given; None: measured at start-up
+    draft_costs: DraftCosts | None = None
     #: torch's allocator uses expandable segments, unless its environment variable is set
     expandable_segments: bool = False
     #: source of the chat template that replaces the tokenizer's; "" for the tokenizer's own

@@ -26,6 +26,8 @@ class Decided:
         width: tokens of a row in a verify step; 1 without speculation.
         lookahead: positions behind a step's tokens that a draft writes to.
         draft_shape: size of the drafts of a round.
+        draft_shapes: sizes of drafts that a step may have, ascending; the last is ``draft_shape``.
+            It is the only one without ``speculative.adaptive``.
         draft_layers: layers of the draft model in the KV pool, 0 or 1.
         draft_folder: folder of the draft model; None if the draft has no folder of its own.
         mesh: mesh axis -> size.
@@ -43,6 +45,7 @@ class Decided:
     dtype: str
     kv_dtype: str
     width: int
+    draft_shapes: tuple[DraftShape, ...]
     lookahead: int
     draft_shape: DraftShape
     draft_layers: int

@@ -56,3 +56,23 @@ class DraftShape:
 
     def __str__(self) -> str:
         return f"{self.steps}/{self.topk}/{self.tokens}"
+
+
+#: the size of the drafts of a step without drafts
+NO_DRAFTS = DraftShape()
+
+
+def shorter_shapes(full: DraftShape) -> tuple[DraftShape, ...]:
+    """Return the sizes among which the steps of an engine may choose, up to ``full``.
+
+    They are none, one pass, half of the passes and all of them, in ascending order of tokens. No
+    two have the same number of tokens, and none has fewer than the branches of a pass.
+    """
+    found = [NO_DRAFTS]
+    for steps in sorted({1, full.steps // 2} - {0}):
+        share = -(-(full.tokens - 1) * steps // max(full.steps, 1))
+        tokens = 1 + min(share, DraftShape(steps, full.topk).candidates)
+        tokens = max(tokens, full.topk, found[-1].tokens + 1)
+        if steps < full.steps and tokens < full.tokens:
+            found.append(DraftShape(steps, full.topk, tokens))
+    return (*found, full) if full.tokens > 1 else (full,)

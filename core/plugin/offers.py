@@ -197,8 +197,10 @@ class SpeculativeOffers(Offers):
             ``Batch.simulated`` in a verification of its own.
         reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
             beside the KV cache and the states of pages; None for 0 bytes.
+        adapts: its methods follow ``Batch.draft_shape`` of each step, also without drafts.
     """
 
+    adapts: bool = False
     drafts: bool = False
     tree: bool = False
     nextn_layer: bool = False
@@ -215,7 +217,13 @@ class SpeculativeOffers(Offers):
 
 @dataclass(frozen=True)
 class SchedulerOffers(Offers):
-    """Capabilities of a scheduler; it declares no others than those of ``Offers``."""
+    """Capabilities of a scheduler.
+
+    Attributes:
+        adapts: it is a ``protocols.AdaptiveScheduler``.
+    """
+
+    adapts: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,24 @@ from typing import Annotated
 
 from pydantic import Field
 
-from glowplug.core.plugin.component import Options
+from glowplug.core.plugin.component import CheckContext, Options
 from glowplug.core.plugin.draft_shape import DraftShape
 
 
 class SpeculativeOptions(Options):
     """Options common to all speculative algorithms."""
 
+    adaptive: bool = Field(
+        True,
+        description="choose the size of the drafts anew in each step, from none to the given one, "
+        "by the acceptance of the running requests and the measured seconds of a step; false: "
+        "always the given size",
+    )
+    cost_table: str | None = Field(
+        None,
+        description="file with the seconds of a step for each size of the drafts, written by "
+        "glowplug tune speculative; None: measured at start-up",
+    )
     simulate_accept_rates: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
         None,
         min_length=1,
@@ -57,3 +68,8 @@ class SpeculativeOptions(Options):
         Algorithms override this method if they have a draft of their own for some models.
         """
         return self.draft_folder()
+
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        if self.width() == 1:
+            return dict.fromkeys(("adaptive", "cost_table"), "nothing is drafted")
+        return {} if self.adaptive else {"cost_table": "speculative.adaptive is false"}

@@ -71,6 +71,8 @@ from glowplug.core.protocols.sampling import (
     SpeculativeAlgorithm as SpeculativeAlgorithm,
 )
 from glowplug.core.protocols.scheduling import (
+    AdaptiveScheduler as AdaptiveScheduler,
+    DraftPolicy as DraftPolicy,
     PrefixCache as PrefixCache,
     PrefixMatch as PrefixMatch,
     Scheduler as Scheduler,

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.step.batch import Batch, StepResult
 from glowplug.core.step.messages import Abort, Stats, StepOutput
 from glowplug.core.step.pages import PageAllocator
@@ -109,6 +110,38 @@ class SchedulingPolicy(Protocol):
         ...
 
 
+class DraftPolicy(Protocol):
+    """A choice of the size of the drafts in each step, from the results of committed steps.
+
+    It is deterministic: the ranks of a group call it alike and choose alike.
+    """
+
+    def choose(self, rows: NDArray[np.int32], most: int) -> DraftShape:
+        """Return the size of the drafts of the next step.
+
+        Args:
+            rows: its decoding rows, int32 [n].
+            most: number of decoding rows of the largest group of ranks; n without groups.
+        """
+        ...
+
+    def observe(
+        self, rows: NDArray[np.int32], shape: DraftShape, counts: NDArray[np.int32]
+    ) -> None:
+        """Note the results of a committed step.
+
+        Args:
+            rows: decoding rows of the step, int32 [n].
+            shape: size of their drafts.
+            counts: tokens that each of them gained, int32 [n]: 1 plus the accepted drafts.
+        """
+        ...
+
+    def forget(self, row: int) -> None:
+        """Forget the results of ``row``, which another sequence has entered."""
+        ...
+
+
 class Scheduler(Protocol):
     """The scheduler of a rank's sequences, on the host.
 
@@ -184,5 +217,24 @@ class Scheduler(Protocol):
 
         Raises:
             AssertionError: the accounts of pages disagree; the message has the reason.
+        """
+        ...
+
+
+class AdaptiveScheduler(Scheduler, Protocol):
+    """A scheduler whose steps have drafts of different sizes (``SchedulerOffers.adapts``)."""
+
+    def adapt(self, policy: DraftPolicy) -> None:
+        """Have ``policy`` choose ``Batch.draft_shape`` of each step with decoding rows.
+
+        It is called once, after ``bind``, and not at all if all steps have the plan's drafts.
+        """
+        ...
+
+    def widen(self, batch: Batch, shape: DraftShape) -> None:
+        """Enlarge the drafts of the step that ``next_batch`` has just returned.
+
+        It is called if another group of ranks has larger drafts in the same step. The rows have
+        pages for the largest drafts of the plan.
         """
         ...

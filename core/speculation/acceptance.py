@@ -52,14 +52,14 @@ class AcceptanceWindow:
         )
         self._accepted[rows] = self._keep * self._accepted[rows] + (places < accepted[:, None])
 
-    def rates(self, rows: Ints, prior: float = 0.0, weight: float = 0.0) -> Floats:
+    def rates(self, rows: Ints, prior: float | Floats = 0.0, weight: float = 0.0) -> Floats:
         """Return the probability that a draft is accepted after all before it were, [n, P].
 
         Positions that no verify step has reached have the value ``prior``, also with weight 0.
 
         Args:
             rows: [n].
-            prior: expected value before any verify step.
+            prior: expected value before any verify step, or one for each position, [P].
             weight: number of verify steps for which the prior counts.
         """
         reached = self._reached[rows] + weight

@@ -23,14 +23,15 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.budget.units import human
-from glowplug.core.plan.plan import Choice, EnginePlan
-from glowplug.core.plugin.offers import QuantizationOffers
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.protocols import Collectives, Model, QuantizationScheme, Scheduler, Worker
+from glowplug.core.protocols import Collectives, Model, Scheduler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
-from glowplug.core.startup.components import build_component
+from glowplug.core.startup.components import build_component, plain_scheme
+from glowplug.core.startup.draft_costs import adapt, described, draft_costs
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.startup.memory_fit import RankMemory
 from glowplug.core.startup.memory_gauge import memory_now
@@ -72,32 +73,13 @@ def build_context(
         dtype=worker.dtype,
         context=context or plan.sizes.context_length,
         scheme=components["quantization"],
-        plain=_plain_scheme(plan, plugins, worker),
+        plain=plain_scheme(plan, plugins, worker),
         parallel=ParallelStack(strategies),
         collectives=collectives,
         attention=components["attention"],
         ops=components["ops"],
         spare=plan.sizes.positions - plan.sizes.context_length,
     )
-
-
-def _plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> QuantizationScheme:
-    """Return the scheme for modules that a checkpoint leaves unquantized.
-
-    This is the first registered scheme that reads plain weights and does not quantize them at load.
-
-    Raises:
-        GlowplugError: no registered scheme reads unquantized weights.
-    """
-    for component, _, _ in plugins.components("quantization"):
-        offers = component.offers
-        if isinstance(offers, QuantizationOffers) and "none" in offers.reads and not offers.online:
-            choice = Choice(
-                "quantization", component.name, component.factory, {"use": component.name}
-            )
-            scheme: QuantizationScheme = build_component(plugins, choice, plan, worker)
-            return scheme
-    raise GlowplugError("no registered quantization scheme reads unquantized weights")
 
 
 class RankBuilder:
@@ -137,19 +119,25 @@ class RankBuilder:
             with self.memory.capturing():
                 runner.graphs.capture(runner, self.phases.progress("capture"))
             remarks.append(self.memory.graphs())
-        with self.phases.run("self-test"):
+        with self.phases.run("self-test") as remarks:
             self.memory.test(runner, context.parallel)
+            costs = draft_costs(runner, self.plan, context.collectives, self.worker.rank == 0)
+            remarks += [described(costs)] if costs else []
         context.parallel.forget_load()
         if self.memory.measures:
             self.phases.note(self.memory.summary())
-        return self._engine(runner, context)
+        return self._engine(runner, context, costs)
 
-    def _engine(self, runner: Runner, context: BuildContext) -> Engine:
-        """Bind the scheduler and return the engine around it and the runner."""
+    def _engine(self, runner: Runner, context: BuildContext, costs: DraftCosts | None) -> Engine:
+        """Bind the scheduler and return the engine around it and the runner.
+
+        ``costs``: those by which steps choose the size of their drafts; None: all have one size.
+        """
         scheduler = self.component("scheduler")
         policy = self.component("policy")
         cache = self.component("cache")
         scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), cache, policy)
+        adapt(scheduler, self.plan, costs)
         router = context.parallel.router()
         if router is not None:
             router.shares = cache.shares

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from glowplug.core.errors import PluginLoadError
+from glowplug.core.errors import GlowplugError, PluginLoadError
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.loading import BUILT_IN, PluginSource, import_factory
+from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.registry import (
     PluginSet,
     built_in_plugins,
     distribution_of,
     entry_point_sources,
 )
+from glowplug.core.protocols import QuantizationScheme, Worker
 
 
 def build_component(plugins: PluginSet, choice: Choice, plan: EnginePlan, worker: Any) -> Any:
@@ -60,3 +62,22 @@ def load_plugins_for(plan: EnginePlan) -> PluginSet:
             f"third-party plugins here: {others}"
         )
     return plugins
+
+
+def plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> QuantizationScheme:
+    """Return the scheme for modules that a checkpoint leaves unquantized.
+
+    This is the first registered scheme that reads plain weights and does not quantize them at load.
+
+    Raises:
+        GlowplugError: no registered scheme reads unquantized weights.
+    """
+    for component, _, _ in plugins.components("quantization"):
+        offers = component.offers
+        if isinstance(offers, QuantizationOffers) and "none" in offers.reads and not offers.online:
+            choice = Choice(
+                "quantization", component.name, component.factory, {"use": component.name}
+            )
+            scheme: QuantizationScheme = build_component(plugins, choice, plan, worker)
+            return scheme
+    raise GlowplugError("no registered quantization scheme reads unquantized weights")

@@ -21,7 +21,7 @@ from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import DTYPE_BYTES, KVLayout
 from glowplug.core.layers.rope import Rope
-from glowplug.core.plan.budget.graphs import driver_bytes, kept_bytes, pool_bytes
+from glowplug.core.plan.budget.graphs import driver_bytes, kept_bytes, mean_passes, pool_bytes
 from glowplug.core.plan.budget.step import DRAFT_STATE, RESERVED
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
@@ -101,7 +101,7 @@ class RankMemory:
         states = sum(line.bytes for line in self.plan.budget if line.name == "page states")
         page_bytes = layout.page_bytes + states // sizes.num_pages
         pages = pages_that_fit(self.plan, measured, page_bytes, self.meter.lines)
-        # NOTE: the minimum over ranks: schedulers that decide alike need pools of equal size.
+        # NOTE: the minimum over ranks, because schedulers that decide alike need equal pools
         agreed = int(collectives.all_gather_numbers(np.array([pages], np.int64)).min())
         self.plan = replace(self.plan, sizes=replace(sizes, num_pages=agreed))
         return measured
@@ -237,7 +237,7 @@ class RankMemory:
         )
         model = self.plan.facts.model
         sizes = self.plan.sizes
-        passes = sizes.draft_shape.steps
+        passes = mean_passes(sizes.step_shapes)
         beside = driver_bytes(
             len(shapes), model.num_layers, len(counts), passes, len(sizes.extend_tokens)
         ) + kept_bytes(
@@ -258,8 +258,8 @@ class RankMemory:
     def capturing(self) -> Iterator[None]:
         """Measure the memory that graphs take from torch and from the driver.
 
-        NOTE: all memory that the graph pool has taken from the device counts, used by tensors or
-        not, since nothing else can use it.
+        NOTE: all memory that the graph pool has taken from the device counts, used or not, since
+        nothing else can use it.
         """
         with self.naming("capture"):
             if self.measures:
@@ -272,7 +272,7 @@ class RankMemory:
     def test(self, runner: Runner, parallel: ParallelStack) -> None:
         """Run the self-test over the real pool.
 
-        On a device the largest steps run too, so that no request pays their first-use costs.
+        On a device the largest steps run too, so that requests pay no first-use costs.
         """
         with self.naming("self-test"):
             warm_up(runner, self.plan, parallel.router())

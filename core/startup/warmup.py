@@ -112,13 +112,13 @@ def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], ca
     Args:
         cached: number of cached tokens before the first row's chunk.
     """
-    batch = _scratch_batch(
+    batch = scratch_batch(
         plan,
         Mode.PREFILL,
         len(lengths),
         1,
         cached + int(lengths[0]),
-        _ids(plan, int(lengths.sum())),
+        spread_ids(plan, int(lengths.sum())),
     )
     batch.query_lens = lengths.copy()
     batch.kv_lens = lengths.copy()
@@ -231,7 +231,9 @@ def _mixed(plan: EnginePlan, decodes: int, tokens: int) -> Batch:
     whole, rest = divmod(tokens, longest)
     chunks = ([longest] * whole + [rest] * (rest > 0))[: sizes.max_running - decodes]
     lengths = np.array([1] * decodes + chunks, np.int32)
-    batch = _scratch_batch(plan, Mode.PREFILL, len(lengths), 1, chunks[0], _ids(plan, sum(chunks)))
+    batch = scratch_batch(
+        plan, Mode.PREFILL, len(lengths), 1, chunks[0], spread_ids(plan, sum(chunks))
+    )
     batch.num_decodes = decodes
     batch.query_lens = lengths
     batch.kv_lens = np.maximum(
@@ -260,7 +262,7 @@ def _score_prompt(runner: Runner, plan: EnginePlan) -> None:
     """Run a prefill step that computes log-probabilities of its prompt's tokens."""
     wanted = SCORED + 1  # the first token is not scored
     length = min(wanted, plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
-    batch = _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
+    batch = scratch_batch(plan, Mode.PREFILL, 1, length, length, spread_ids(plan, length))
     batch.prompt_logprobs = np.ones(1, np.bool_)
     params = SamplingParams(max_tokens=1, prompt_logprobs=MAX_LOGPROBS)
     table = runner.table.sequences
@@ -299,16 +301,16 @@ def _prompt_length(plan: EnginePlan) -> int:
 def _prefill(plan: EnginePlan) -> Batch:
     """Return a prefill step with the longest prompt of the self-test."""
     length = _prompt_length(plan)
-    return _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
+    return scratch_batch(plan, Mode.PREFILL, 1, length, length, spread_ids(plan, length))
 
 
 def _short_prefill(plan: EnginePlan) -> Batch:
     """Return a prefill step with the shortest prompt of the self-test."""
     length = min(SHORT_TOKENS, _prompt_length(plan))
-    return _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
+    return scratch_batch(plan, Mode.PREFILL, 1, length, length, spread_ids(plan, length))
 
 
-def _ids(plan: EnginePlan, count: int) -> np.ndarray:
+def spread_ids(plan: EnginePlan, count: int) -> np.ndarray:
     """Return ``count`` token ids from the whole vocabulary, so that many experts are chosen."""
     return (np.arange(count, dtype=np.int64) * 7919 % plan.facts.model.vocab_size).astype(np.int32)
 
@@ -334,10 +336,10 @@ def _decoding(plan: EnginePlan, rows: int, most: int) -> Batch:
     """Return a decode or verify step of ``rows`` rows that have ``most`` cached tokens after it."""
     width = plan.sizes.width
     mode = Mode.DECODE if width == 1 else Mode.VERIFY
-    return _scratch_batch(plan, mode, rows, width, most, np.zeros(0, np.int32))
+    return scratch_batch(plan, mode, rows, width, most, np.zeros(0, np.int32))
 
 
-def _scratch_batch(
+def scratch_batch(
     plan: EnginePlan, mode: Mode, rows: int, tokens: int, most: int, ids: np.ndarray
 ) -> Batch:
     """Return a batch that reads and writes cache entries in the scratch page alone.

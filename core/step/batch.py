@@ -230,6 +230,8 @@ class StepShape:
         decodes: largest number of decoding rows on any rank.
         group_tokens: number of tokens of each group, in the result of ``agree``; () without groups.
         group_decodes: number of decoding rows of each group; () without groups.
+        draft_shape: largest size of the drafts on any rank; None: the plan's, or no rank has
+            decoding rows. All groups use it, see ``widen``.
     """
 
     mode: Mode
@@ -242,6 +244,7 @@ class StepShape:
     decodes: int = 0
     group_tokens: tuple[int, ...] = ()
     group_decodes: tuple[int, ...] = ()
+    draft_shape: DraftShape | None = None
 
 
 NO_WORK = StepShape(Mode.IDLE, 0, 0)  #: shape of a step without rows
@@ -251,7 +254,13 @@ def shape_of(batch: Batch | None) -> StepShape:
     """Return the shape of a rank's own batch, before the agreement."""
     if batch is None:
         return NO_WORK
-    return StepShape(batch.mode, batch.num_rows, batch.num_tokens, decodes=batch.num_decodes)
+    return StepShape(
+        batch.mode,
+        batch.num_rows,
+        batch.num_tokens,
+        decodes=batch.num_decodes,
+        draft_shape=batch.draft_shape,
+    )
 
 
 def idle_batch(step: int = 0) -> Batch:

@@ -22,6 +22,10 @@ COMMANDS = {
         "serving",
         "latency and throughput of a server under load: glowplug, vLLM, SGLang, any OpenAI server",
     ),
+    "speculative": (
+        "speculative",
+        "speed and accept length for each size of the drafts, in this process",
+    ),
     "soak": (
         "soak",
         "hours of mixed requests, in this process: no errors, no memory growth, no leaked pages",

@@ -13,6 +13,7 @@ import torch
 from glowplug.core.errors import CaptureError, CollectiveError
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.plan import EnginePlan, Sizes
+from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps, Worker
 from glowplug.core.step.batch import Batch, shape_of
@@ -66,8 +67,9 @@ class CudaGraph:
         self._tape = tape
         self._passes = Passes()
         self._extends = Extends()
-        self._decode_graphs: dict[Mode, dict[int, DecodeGraph]] = {}
-        self._sizes: dict[Mode, list[int]] = {}
+        #: graphs by rows, for each size of the drafts
+        self._decode_graphs: dict[DraftShape, dict[int, DecodeGraph]] = {}
+        self._sizes: dict[DraftShape, list[int]] = {}
         self._short: dict[int, DecodeGraph] = {}
 
     @property
@@ -83,14 +85,16 @@ class CudaGraph:
         return [(shape.mode, shape.rows, shape.width) for shape in self._shapes(plan.sizes)]
 
     def _shapes(self, sizes: Sizes) -> list[GraphShape]:
-        mode = Mode.DECODE if sizes.width == 1 else Mode.VERIFY
+        groups = self._marked_groups
+        whole = [
+            GraphShape.of(rows, sizes, groups=groups, drafts=drafts)
+            for drafts in sizes.step_shapes
+            for rows in self._options.sizes(sizes.max_running, sizes.groups)
+        ]
         return [
+            *sorted(whole, key=lambda shape: shape.rows * shape.width, reverse=True),
             *(
-                GraphShape.of(mode, rows, sizes, groups=self._marked_groups)
-                for rows in reversed(self._options.sizes(sizes.max_running, sizes.groups))
-            ),
-            *(
-                GraphShape.of(mode, rows, sizes, sizes.short_keys, self._marked_groups)
+                GraphShape.of(rows, sizes, sizes.short_keys, groups)
                 for rows in reversed(sizes.short_rows)
             ),
         ]
@@ -142,7 +146,7 @@ class CudaGraph:
         for done, shape in enumerate(made):
             report(done)
             self._capture_one(steps, DecodeGraph(shape, self._device, staging, recorder))
-        self._sizes = {mode: sorted(graphs) for mode, graphs in self._decode_graphs.items()}
+        self._sizes = {drafts: sorted(found) for drafts, found in self._decode_graphs.items()}
 
     def _capture_one(self, steps: Steps, graph: DecodeGraph) -> None:
         """Capture a decode or verify step in every sampling mode; raise or log a failure.
@@ -169,9 +173,8 @@ class CudaGraph:
             sampler.leave(shape.spare)
         graph.seal()
         whole = shape.keys == self._plan.sizes.positions
-        (self._decode_graphs.setdefault(shape.mode, {}) if whole else self._short)[shape.rows] = (
-            graph
-        )
+        drafts = shape.drafts or NO_DRAFTS
+        (self._decode_graphs.setdefault(drafts, {}) if whole else self._short)[shape.rows] = graph
 
     @property
     def _stops_for_prefill(self) -> bool:
@@ -228,15 +231,18 @@ class CudaGraph:
 
     def graph_for(self, batch: Batch) -> DecodeGraph | None:
         shape = batch.agreed or shape_of(batch)
-        sizes = self._sizes.get(shape.mode)
-        if not sizes or shape.rows > sizes[-1] or batch.num_decodes < batch.num_rows:
+        if batch.num_decodes < batch.num_rows or shape.mode not in (Mode.DECODE, Mode.VERIFY):
+            return None
+        drafts = shape.draft_shape or self._plan.sizes.step_shapes[-1]
+        sizes = self._sizes.get(drafts)
+        if not sizes or shape.rows > sizes[-1]:
             return None
         rows = sizes[bisect_left(sizes, shape.rows)]
-        short = self._short.get(rows) if shape.mode is Mode.DECODE else None
+        short = self._short.get(rows)
         return (
             short
             if short and batch.kv_lens.max(initial=0) <= short.shape.keys
-            else self._decode_graphs[shape.mode][rows]
+            else self._decode_graphs[drafts][rows]
         )
 
     def fill(self, graph: object, batch: Batch) -> Batch:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import RequestRouter, Shard, Worker
 from glowplug.core.step.batch import Batch, StepShape
@@ -42,6 +43,7 @@ class DpAttention(Unsplit):
         self._collectives = worker.collectives
         self._groups = options.size
         own = coordinates(worker.rank, plan.mesh)
+        self._shapes = plan.sizes.step_shapes
         self._group = own["dp"]
         self._within = own["attn_tp"]
         self._ranks_a_group = axis_size("attn_tp", plan.mesh)
@@ -67,24 +69,12 @@ class DpAttention(Unsplit):
         )
 
     def agree(self, local: StepShape) -> StepShape:
-        own = np.array(
-            [
-                MODES.index(local.mode),
-                local.rows,
-                local.tokens,
-                local.decodes,
-                local.load,
-                local.pending,
-                local.context,
-                local.free,
-            ],
-            np.int64,
-        )
-        every: NDArray[np.int64] = self._collectives.all_gather_numbers(own)
+        every: NDArray[np.int64] = self._collectives.all_gather_numbers(self._numbers(local))
+        drafts = self._widen(every)
         groups = every[self._leaders]
         mode, rows, tokens, decodes = every[:, :4].max(axis=0).tolist()
-        self._router.loads = [GroupLoad(*numbers) for numbers in groups[:, 4:].tolist()]
-        load, pending, context, free = groups[:, 4:].sum(axis=0).tolist()
+        self._router.loads = [GroupLoad(*numbers) for numbers in groups[:, 4:8].tolist()]
+        load, pending, context, free = groups[:, 4:8].sum(axis=0).tolist()
         return StepShape(
             MODES[mode],
             rows,
@@ -96,7 +86,43 @@ class DpAttention(Unsplit):
             decodes,
             group_tokens=tuple(groups[:, 2].tolist()),
             group_decodes=tuple(groups[:, 3].tolist()),
+            draft_shape=drafts,
         )
+
+    def _numbers(self, local: StepShape) -> NDArray[np.int64]:
+        """Return the numbers of this rank's step that the ranks exchange."""
+        return np.array(
+            [
+                MODES.index(local.mode),
+                local.rows,
+                local.tokens,
+                local.decodes,
+                local.load,
+                local.pending,
+                local.context,
+                local.free,
+                0 if local.draft_shape is None else self._shapes.index(local.draft_shape) + 1,
+            ],
+            np.int64,
+        )
+
+    def _widen(self, every: NDArray[np.int64]) -> DraftShape | None:
+        """Count the tokens of every rank as if its drafts had the largest size of any rank.
+
+        Args:
+            every: the numbers of each rank, [ranks, 9]; the last one is
+                the size's place among those of the plan, from 1, 0 for none. Changed in place.
+
+        Returns:
+            The largest size; None if no rank has one.
+        """
+        places = every[:, 8]
+        if not places.any():
+            return None
+        widths = np.array([0, *(shape.tokens for shape in self._shapes)])
+        place = int(places.max())
+        every[:, 2] += every[:, 3] * np.where(places > 0, widths[place] - widths[places], 0)
+        return self._shapes[place - 1]
 
     def router(self) -> RequestRouter | None:
         return self._router

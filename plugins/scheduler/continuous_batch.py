@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.plan.plan import Sizes
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.request import Sequence
@@ -46,7 +46,7 @@ def launchable(rows: Rows) -> Ints:
     return members if open_ends.all() else members[open_ends]
 
 
-def needed_tokens(rows: Rows, members: Ints, sizes: Sizes) -> Ints:
+def needed_tokens(rows: Rows, members: Ints, shape: DraftShape, lookahead: int) -> Ints:
     """Return the number of cached tokens for which each row needs pages in its next step.
 
     The number is an upper bound while the exact lengths are known on the device only. The last
@@ -57,27 +57,28 @@ def needed_tokens(rows: Rows, members: Ints, sizes: Sizes) -> Ints:
     Args:
         rows: the running sequences.
         members: int32 [n], decoding rows.
-        sizes: sizes of the plan.
+        shape: size of the step's drafts.
+        lookahead: positions behind the step's tokens that drafts are written to.
 
     Returns:
         int32 [n].
     """
     table = rows.table
-    written = sizes.width + sizes.lookahead
-    behind = written - 1 if sizes.draft_shape.is_tree else 0
+    written = shape.tokens + lookahead
+    behind = written - 1 if shape.is_tree else 0
     most = table.max_length[members] - np.int32(1) + np.int32(behind)
     bound: Ints = np.minimum(table.launched[members] + np.int32(written), most)
     return bound
 
 
-def launch_decodes(rows: Rows, members: Ints, width: int, most: int) -> Ints:
+def launch_decodes(rows: Rows, members: Ints, width: int, most: int | None) -> Ints:
     """Count one more step as launched for the rows ``members``; return their KV lengths after it.
 
     Args:
         rows: the running sequences.
         members: int32 [n], decoding rows.
         width: number of tokens that a row computes in the step.
-        most: upper bound of the returned lengths.
+        most: upper bound of the returned lengths; None: they are exact.
 
     Returns:
         int32 [n].
@@ -86,7 +87,7 @@ def launch_decodes(rows: Rows, members: Ints, width: int, most: int) -> Ints:
     after = table.launched[members] + np.int32(width)
     table.launched[members] = after
     rows.pending[members] += 1
-    return after if width == 1 else np.minimum(after, np.int32(most))
+    return after if most is None else np.minimum(after, np.int32(most))
 
 
 def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
@@ -111,7 +112,13 @@ def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
 
 
 def build(
-    rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chunk], sizes: Sizes
+    rows: Rows,
+    step: int,
+    members: Ints,
+    width: int,
+    kv_lens: Ints,
+    chunks: list[Chunk],
+    lookahead: int,
 ) -> Batch:
     """Build the batch of the decoding rows ``members`` and the prefill ``chunks``.
 
@@ -121,13 +128,14 @@ def build(
         rows: the running sequences.
         step: number of the step.
         members: int32 [n], decoding rows.
+        width: number of tokens of each of them in the step.
         kv_lens: int32 [n], KV lengths of ``members`` after the step.
         chunks: the prefill chunks.
-        sizes: sizes of the plan.
+        lookahead: positions after the step's tokens that drafts are written to.
     """
     table = rows.table
     decodes = len(members)
-    query_lens = np.full(decodes, sizes.width, np.int32)
+    query_lens = np.full(decodes, width, np.int32)
     samples = np.ones(decodes, np.bool_)
     if chunks:
         members = np.concatenate([members, _ints(chunk.row for chunk in chunks)])
@@ -136,11 +144,11 @@ def build(
         query_lens = np.concatenate([query_lens, lens])
         ends = np.array([chunk.samples for chunk in chunks], np.bool_)
         samples = np.concatenate([samples, ends])
-    longest = rows.pages_for(int(kv_lens.max()) + sizes.lookahead)
+    longest = rows.pages_for(int(kv_lens.max()) + lookahead)
     joined, left = _changes(rows)
     batch = Batch(
         step=step,
-        mode=_mode(chunks, sizes.width),
+        mode=_mode(chunks, width),
         rows=members,
         epochs=table.epoch[members],
         num_decodes=decodes,

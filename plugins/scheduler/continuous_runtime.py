@@ -45,7 +45,8 @@ import numpy as np
 
 from glowplug.core.errors import QueueFull, RequestError
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.protocols import PrefixCache, SchedulingPolicy, Worker
+from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.protocols import DraftPolicy, PrefixCache, SchedulingPolicy, Worker
 from glowplug.core.step.batch import Batch, StepResult
 from glowplug.core.step.messages import Abort, Admitted, Finished, Stats, StepOutput
 from glowplug.core.step.pages import PageAllocator
@@ -55,13 +56,12 @@ from glowplug.plugins.scheduler import continuous_batch, continuous_commit
 from glowplug.plugins.scheduler.continuous import ContinuousOptions
 from glowplug.plugins.scheduler.continuous_admission import Admitter
 from glowplug.plugins.scheduler.continuous_checks import check_pages, check_size
+from glowplug.plugins.scheduler.continuous_decodes import NO_ROWS, Decodes
 from glowplug.plugins.scheduler.continuous_queue import QUEUED, Queue
-from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
+from glowplug.plugins.scheduler.continuous_rows import Rows
 from glowplug.plugins.scheduler.continuous_stats import count_end, count_step, snapshot
 
 logger = logging.getLogger("glowplug.engine")
-
-NO_ROWS: Ints = np.zeros(0, np.int32)
 
 
 class Continuous:
@@ -101,6 +101,7 @@ class Continuous:
         self.cache = cache
         self.policy = policy
         self.rows = Rows(table, pages, cache)
+        self.decodes = Decodes(self.rows, pages, sizes)
         self.queue = Queue()
         self.scores = continuous_commit.PromptScores()
         self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)
@@ -172,56 +173,56 @@ class Continuous:
 
     def next_batch(self) -> Batch | None:
         self.expire()
-        width = self.sizes.width
-        members = NO_ROWS
+        decodes = self.decodes
+        decodes.clear()
         kv_lens = NO_ROWS
         chunks: list[continuous_batch.Chunk] = []
         if not self.options.mixed:
             chunks = self._launch_chunks(0)
         if not chunks:
-            reserved = self._reserve_decodes()
-            if reserved is None:
+            preempted = self._reserve_decodes()
+            if preempted is None:
                 return None
-            members, preempted = reserved
             if self.options.mixed:
-                chunks = self._launch_chunks(len(members) * width, admit=not preempted)
+                chunks = self._launch_chunks(decodes.tokens, admit=not preempted)
             # NOTE: launched after the chunks: rows that end their prompt decode in the next step.
-            kv_lens = continuous_batch.launch_decodes(
-                self.rows, members, width, self.sizes.context_length + width
-            )
-        if not len(members) and not chunks:
+            kv_lens = decodes.launch()
+        if not len(decodes.members) and not chunks:
             return None
         self._inflight += 1
         self.stats.steps += 1
-        return continuous_batch.build(
-            self.rows, self.stats.steps, members, kv_lens, chunks, self.sizes
+        batch = continuous_batch.build(
+            self.rows,
+            self.stats.steps,
+            decodes.members,
+            decodes.shape.tokens,
+            kv_lens,
+            chunks,
+            self.sizes.lookahead,
         )
+        decodes.launched(batch)
+        return batch
 
-    def _reserve_decodes(self) -> tuple[Ints, bool] | None:
+    def adapt(self, policy: DraftPolicy) -> None:
+        self.decodes.policy = policy
+
+    def widen(self, batch: Batch, shape: DraftShape) -> None:
+        self.decodes.widen(batch, shape)
+
+    def _reserve_decodes(self) -> bool | None:
         """Reserve pages for the next step of the decoding rows, and preempt rows if necessary.
 
         Returns:
-            (int32 rows, True if a row was preempted); None if steps in flight have to be committed
-            before a row can be preempted.
+            True if a row was preempted; None if steps in flight have to be committed before a row
+            can be preempted.
         """
         preempted = False
-        while True:
-            members = continuous_batch.launchable(self.rows)
-            short, counts = self.rows.lacking(
-                members, continuous_batch.needed_tokens(self.rows, members, self.sizes)
-            )
-            if not len(short):
-                return members, preempted
-            wanted = int(counts.sum())
-            if self.rows.make_free(wanted):
-                fresh = self.pages.take(wanted)
-                assert fresh is not None
-                self.rows.grow(short, counts, fresh)
-                return members, preempted
+        while not self.decodes.reserve():
             if self._inflight:
                 return None
             self._preempt()
             preempted = True
+        return preempted
 
     def _preempt(self) -> None:
         running = list(self.rows.running.values())
@@ -289,6 +290,7 @@ class Continuous:
         if result.prompt_logprobs:
             self.scores.report(self.rows, batch, result.prompt_logprobs, output)
         count_step(self.stats, done)
+        self.decodes.committed(batch, done)
         self._publish(batch, done)
         if done.done.any():
             self._finish(done, output)

@@ -55,6 +55,7 @@ def register_speculative_algorithms() -> list[Component]:
             factory="glowplug.plugins.speculative.eagle_runtime:Eagle",
             check=check_options,
             offers=SpeculativeOffers(
+                adapts=True,
                 drafts=True,
                 eagle_head=True,
                 first_key=True,

@@ -64,6 +64,7 @@ def register_speculative_algorithms() -> list[Component]:
             factory="glowplug.plugins.speculative.nextn_runtime:NextN",
             check=check_options,
             offers=SpeculativeOffers(
+                adapts=True,
                 drafts=True,
                 nextn_layer=True,
                 first_key=True,

@@ -126,7 +126,11 @@ def register_speculative_algorithms() -> list[Component]:
             factory="glowplug.plugins.speculative.ngram_runtime:NGram",
             check=check_options,
             offers=SpeculativeOffers(
-                drafts=True, simulates=True, modes=EVERY_MODE_GRAPH, reserves=token_drafts_bytes
+                adapts=True,
+                drafts=True,
+                simulates=True,
+                modes=EVERY_MODE_GRAPH,
+                reserves=token_drafts_bytes,
             ),
             summary="drafts copied from earlier text of the request; the same tokens in fewer "
             "steps",

@@ -17,7 +17,9 @@ import torch
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.mesh import coordinates
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
+from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape, shorter_shapes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.protocols import Worker
@@ -36,9 +38,14 @@ from tests.support.tiny import write_config
 MESHES = [{"tp": 2, "dp": 2}, {"tp": 4, "dp": 2}, {"tp": 4, "dp": 4}, {"tp": 4, "dp": 1}]
 
 
-def made(mesh: dict[str, int], rank: int, rendezvous: str = "apart") -> DpAttention:
+def made(
+    mesh: dict[str, int], rank: int, rendezvous: str = "apart", plan: EnginePlan | None = None
+) -> DpAttention:
     """Return the strategy of one rank; ranks with the same ``rendezvous`` exchange."""
-    plan, meeting = replace(bare_plan(), mesh=mesh), MEETINGS.setdefault(rendezvous, Meeting())
+    plan, meeting = (
+        replace(plan or bare_plan(), mesh=mesh),
+        MEETINGS.setdefault(rendezvous, Meeting()),
+    )
     assert not meeting.over
     worker = Worker(
         rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), rendezvous=rendezvous
@@ -49,13 +56,17 @@ def made(mesh: dict[str, int], rank: int, rendezvous: str = "apart") -> DpAttent
     return DpAttention(DpAttentionOptions(size=mesh["dp"]), plan, joined)
 
 
-def each(mesh: dict[str, int], work: Callable[[DpAttention, int], Any]) -> list[Any]:
+def each(
+    mesh: dict[str, int],
+    work: Callable[[DpAttention, int], Any],
+    plan: EnginePlan | None = None,
+) -> list[Any]:
     """Run ``work(strategy, rank)`` on all ranks at the same time, and return the results by
     rank.
     """
     MEETINGS["together"] = Meeting()
     found: dict[int, Any] = {}
-    ranks = [made(mesh, rank, "together") for rank in range(mesh["tp"])]
+    ranks = [made(mesh, rank, "together", plan) for rank in range(mesh["tp"])]
     threads = [
         threading.Thread(target=lambda rank=rank: found.update({rank: work(ranks[rank], rank)}))
         for rank in range(mesh["tp"])
@@ -275,3 +286,25 @@ def test_heads_must_split_over_a_group(tmp_path: Path) -> None:
         and "num_attention_heads of 3" in found[0].reason
         and "2 ranks" in found[0].reason
     )
+
+
+def test_groups_agree_on_the_largest_drafts() -> None:
+    """The tokens of every group count as if it had the largest drafts, also those of prompts."""
+    shapes = shorter_shapes(DraftShape.chain(3))
+    plan = bare_plan(width=4, draft_shapes=shapes)
+    locals_ = [
+        StepShape(Mode.DECODE, 3, 3, decodes=3, draft_shape=shapes[0]),
+        StepShape(Mode.VERIFY, 2, 4, decodes=2, draft_shape=shapes[1]),
+        StepShape(Mode.PREFILL, 2, 12, decodes=1, draft_shape=shapes[2]),
+        StepShape(Mode.IDLE, 0, 0),
+    ]
+    mesh = {"tp": 4, "dp": 4}
+    found = each(mesh, lambda one, rank: one.agree(locals_[rank]), plan)
+    assert all(shape == found[0] for shape in found)
+    assert found[0].mode is Mode.PREFILL and found[0].draft_shape == shapes[2]
+    assert found[0].group_tokens == (12, 8, 12, 0) and found[0].tokens == 12
+    assert found[0].group_decodes == (3, 2, 1, 0)
+    pair = each(mesh, lambda one, rank: one.agree(locals_[rank // 3 * 3]), plan)
+    assert pair[0].draft_shape == NO_DRAFTS and pair[0].group_tokens == (3, 3, 3, 0)
+    none = each(mesh, lambda one, rank: one.agree(StepShape(Mode.VERIFY, 1, 4, decodes=1)), plan)
+    assert none[0].draft_shape is None and none[0].group_tokens == (4, 4, 4, 4)

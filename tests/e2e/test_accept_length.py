@@ -268,7 +268,7 @@ def embedded_counts(
         "device": "cpu",
         "context_length": 256,
         "memory": {"kv_tokens": 2048},
-        "speculative": {"use": "nextn", "steps": steps},
+        "speculative": {"use": "nextn", "adaptive": False, "steps": steps},
         "scheduler": {"max_running_requests": 8, "overlap": overlap},
     }
     if parallel:

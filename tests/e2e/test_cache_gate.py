@@ -77,7 +77,9 @@ def test_formats_cost_what_they_round(name: str, tmp_path: Path) -> None:
 
 def test_drafts_do_not_change_it(tmp_path: Path) -> None:
     plain = measured(tmp_path, "float8_e4m3fn")
-    drafted = measured(tmp_path, "float8_e4m3fn", speculative={"use": "nextn", "steps": 2})
+    drafted = measured(
+        tmp_path, "float8_e4m3fn", speculative={"use": "nextn", "adaptive": False, "steps": 2}
+    )
     assert drafted.kl == pytest.approx(plain.kl, rel=0.8) and drafted.prompts == plain.prompts
 
 
@@ -90,7 +92,8 @@ def test_the_gates_last_step_decodes(
     """
     pairs: list[tuple[Mode, torch.Tensor, torch.Tensor]] = []
     with engine(
-        tmp_path, **({"speculative": {"use": "nextn", "steps": 1}} if drafts else {})
+        tmp_path,
+        **({"speculative": {"use": "nextn", "adaptive": False, "steps": 1}} if drafts else {}),
     ) as llm:
         runner, plan, lend = parts(llm)
         plain = runner.logits

@@ -23,7 +23,11 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "speculative",
-    [{"use": "none"}, {"use": "nextn", "steps": 2}, {"use": "nextn", "steps": 2, "topk": 3}],
+    [
+        {"use": "none"},
+        {"use": "nextn", "adaptive": False, "steps": 2},
+        {"use": "nextn", "adaptive": False, "steps": 2, "topk": 3},
+    ],
     ids=["plain", "nextn", "trees"],
 )
 def test_compiled_steps_give_the_plain_tokens(

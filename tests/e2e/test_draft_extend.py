@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks": {"scheduler": {**ROWS, "chunk_size": 11}},
     "page_1": {"attention": {"page_size": 1}},
     "in_turn": {"scheduler": {**ROWS, "overlap": False}},
-    "one_step": {"speculative": {"use": "nextn", "steps": 1}},
+    "one_step": {"speculative": {"use": "nextn", "adaptive": False, "steps": 1}},
 }
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -41,7 +41,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafting(folder: Path, graphs: dict[str, Any] | None = None, **config: Any) -> LLM:
-    return engine(folder, graphs, **{"speculative": {"use": "nextn", "steps": STEPS}, **config})
+    return engine(
+        folder,
+        graphs,
+        **{"speculative": {"use": "nextn", "adaptive": False, "steps": STEPS}, **config},
+    )
 
 
 def runner_of(llm: LLM) -> Any:

@@ -20,8 +20,8 @@ from glowplug.plugins.speculative import frequent_tokens
 from tests.e2e.test_nextn import BASE, GREEDY, VOCAB, engine, features, prompts, same
 from tests.support.tiny import write_config
 
-CHAIN = {"use": "nextn", "steps": 3}
-TREE = {"use": "nextn", "steps": 2, "topk": 3}
+CHAIN = {"use": "nextn", "adaptive": False, "steps": 3}
+TREE = {"use": "nextn", "adaptive": False, "steps": 2, "topk": 3}
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def engine(model: Model, steps: int = STEPS, **config: Any) -> LLM:
         "memory": {"kv_tokens": 4096},
     }
     if steps:
-        own = {"use": "eagle", "steps": steps, "draft_model": str(model.head)}
+        own = {"use": "eagle", "adaptive": False, "steps": steps, "draft_model": str(model.head)}
         base["speculative"] = {**own, **config.pop("speculative", {})}
     return LLM(
         model=str(model.target),
@@ -298,7 +298,12 @@ def test_ranks_gain_the_same(tmp_path: Path) -> None:
         "context_length": 128,
         "memory": {"kv_tokens": 1024},
         "scheduler": {"max_running_requests": 8},
-        "speculative": {"use": "eagle", "steps": 2, "draft_model": str(model.head)},
+        "speculative": {
+            "use": "eagle",
+            "adaptive": False,
+            "steps": 2,
+            "draft_model": str(model.head),
+        },
     }
     found = {}
     for name, sizes in (

@@ -20,7 +20,7 @@ from tests.e2e.test_gpu_graphs import SIZES, engine, folder_of, lengths, prompts
 
 pytestmark = pytest.mark.gpu
 COMPILED = {"ops": {"use": "torch_compile", "max_batch": 4}}
-DRAFTING = {"speculative": {"use": "nextn", "steps": 2}}
+DRAFTING = {"speculative": {"use": "nextn", "adaptive": False, "steps": 2}}
 
 
 def programs() -> int:

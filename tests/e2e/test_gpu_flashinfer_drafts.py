@@ -76,7 +76,7 @@ def test_drafts_change_nothing(tmp_path: Path, steps: int) -> None:
     plain = completions(folder, attention={"use": "triton_mla"}, graphs={"use": "eager"})
     drafts = {
         "attention": {"use": "flashinfer_mla"},
-        "speculative": {"use": "nextn", "steps": steps},
+        "speculative": {"use": "nextn", "adaptive": False, "steps": steps},
     }
     for more in (
         {"graphs": {"use": "eager"}},

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.plugin.draft_shape import DraftShape
 from tests.support.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
@@ -83,11 +84,12 @@ def test_verification_and_drafts_are_replayed(tmp_path: Path, steps: int) -> Non
     for overlap in (True, False):
         with engine(
             folder,
-            speculative={"use": "nextn", "steps": steps},
+            speculative={"use": "nextn", "adaptive": False, "steps": steps},
             scheduler={"max_running_requests": 9, "overlap": overlap},
         ) as llm:
             assert [tokens(llm, count) for count in (1, 3, 9)] == plain
-            pieces = next(iter(runner_of(llm).graphs._decode_graphs["verify"].values())).pieces
+            captured = runner_of(llm).graphs._decode_graphs[DraftShape.chain(steps)]
+            pieces = next(iter(captured.values())).pieces
             assert {f"draft {steps}", "places", "forward", "accept greedy"} <= set(pieces)
 
 
@@ -109,7 +111,9 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "speculative", [{"use": "none"}, {"use": "nextn", "steps": 2}], ids=["plain", "nextn"]
+    "speculative",
+    [{"use": "none"}, {"use": "nextn", "adaptive": False, "steps": 2}],
+    ids=["plain", "nextn"],
 )
 def test_every_way_of_sampling(tmp_path: Path, speculative: dict[str, Any]) -> None:
     params = [

@@ -174,7 +174,9 @@ def checked(name: str, llm: LLM, alone: bool, share: float, before: tuple[int, i
 )
 def test_lines_of_tiny_models(name: str, steps: int, tmp_path: Path) -> None:
     changes = {"num_nextn_predict_layers": 1} if steps else {}
-    config: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
+    config: dict[str, Any] = (
+        {"speculative": {"use": "nextn", "adaptive": False, "steps": steps}} if steps else {}
+    )
     folder, alone = write_config(tmp_path, name, **changes), processes() <= bool(STARTED)
     before = given_back()
     with LLM(

@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "in_turn": {"scheduler": {"max_running_requests": 9, "overlap": False}},
     "chunks": {"scheduler": {"max_running_requests": 9, "chunk_size": 37}},
-    "nextn": {"speculative": {"use": "nextn", "steps": 2}},
+    "nextn": {"speculative": {"use": "nextn", "adaptive": False, "steps": 2}},
 }
 DRAFTING: dict[str, dict[str, Any]] = {
     "plain": CASES["nextn"],

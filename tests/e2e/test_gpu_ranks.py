@@ -60,7 +60,7 @@ def plain() -> list[list[int]]:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_drafts_on_one_gpu(plain: list[list[int]], steps: int, overlap: bool) -> None:
     config: dict[str, Any] = {
-        "speculative": {"use": "nextn", "steps": steps},
+        "speculative": {"use": "nextn", "adaptive": False, "steps": steps},
         "scheduler": {"overlap": overlap},
     }
     assert answers("cuda", **config) == plain
@@ -118,7 +118,7 @@ def test_placed_experts_on_two_gpus(
         "parallel": [*parallel, *([{"use": "dp_attention", "size": dp}] if dp else [])]
     }
     if steps:
-        config["speculative"] = {"use": "nextn", "steps": steps}
+        config["speculative"] = {"use": "nextn", "adaptive": False, "steps": steps}
     assert answers("cuda", **config) == plain
 
 
@@ -135,5 +135,5 @@ def test_ranks_on_several_gpus(
         parallel[1]["exchange"] = exchange
     config: dict[str, Any] = {"parallel": parallel}
     if steps:
-        config["speculative"] = {"use": "nextn", "steps": steps}
+        config["speculative"] = {"use": "nextn", "adaptive": False, "steps": steps}
     assert answers("cuda", **config) == plain

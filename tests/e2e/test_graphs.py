@@ -10,6 +10,7 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import CaptureError
+from glowplug.core.plugin.draft_shape import NO_DRAFTS
 from glowplug.entrypoints.front.llm import Completion
 from tests.plugins import replaying_runtime, short_rows, short_rows_runtime
 from tests.support.tiny import VOCAB, write_config
@@ -69,8 +70,8 @@ def generate(
     return tokens(found)
 
 
-NEXTN = {"speculative": {"use": "nextn", "steps": 2}}
-TREES = {"speculative": {"use": "nextn", "steps": 3, "topk": 3, "draft_tokens": 8}}
+NEXTN = {"speculative": {"use": "nextn", "adaptive": False, "steps": 2}}
+TREES = {"speculative": {**NEXTN["speculative"], "steps": 3, "topk": 3, "draft_tokens": 8}}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_failed_capture_names_its_place(folder: Path) -> None:
         engine(folder, graphs=graphs)
     with engine(folder, graphs={**graphs, "on_failure": "eager"}) as llm:
         runner = replaying_runtime.NEWEST[0]
-        assert list(runner._decode_graphs["decode"]) == [4]  # type: ignore[index]
+        assert list(runner._decode_graphs[NO_DRAFTS]) == [4]  # type: ignore[index]
         llm.generate(prompts(2), GREEDY)
         assert {rows for _, rows in runner.filled} == {4}
 

@@ -71,7 +71,7 @@ def config_of(
     if parallel:
         config["parallel"] = parallel
     if nextn:
-        config["speculative"] = {"use": "nextn", "steps": nextn, "topk": topk}
+        config["speculative"] = {"use": "nextn", "adaptive": False, "steps": nextn, "topk": topk}
     return config
 
 

@@ -89,7 +89,7 @@ def config_of(
     if parallel:
         config["parallel"] = parallel
     if nextn:
-        config["speculative"] = {"use": "nextn", "steps": nextn}
+        config["speculative"] = {"use": "nextn", "adaptive": False, "steps": nextn}
     return config
 
 

@@ -26,8 +26,8 @@ from tests.support.published import V3, machine_for
 from tests.support.tiny import write_config
 
 Planner = Callable[[str], EnginePlan]
-NEXTN = {"use": "nextn", "steps": 2}
-TREE = {"use": "nextn", "steps": 3, "topk": 3, "draft_tokens": 8}
+NEXTN = {"use": "nextn", "adaptive": False, "steps": 2}
+TREE = {"use": "nextn", "adaptive": False, "steps": 3, "topk": 3, "draft_tokens": 8}
 PROMPTS = [[5, 6, 7], [9], [4, 8, 15, 6, 3, 2, 7], [11, 12], [3, 1, 4, 1, 5], [2] * 19, [8, 9]]
 GIB = 1 << 30
 
@@ -192,7 +192,7 @@ def test_f13_wide_drafts_at_128_requests_fit(
     assert plan.sizes.draft_shape == DraftShape(5, 4, 8) and plan.sizes.max_running == 128
     small = config(
         folder,
-        speculative={"use": "nextn", "steps": 5, "topk": 4, "draft_tokens": 8},
+        speculative={"use": "nextn", "adaptive": False, "steps": 5, "topk": 4, "draft_tokens": 8},
         memory={"kv_tokens": 320},
         scheduler={"max_running_requests": 32, "chunk_size": 16},
     )

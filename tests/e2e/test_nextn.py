@@ -44,7 +44,7 @@ BASE: dict[str, Any] = {
 def engine(folder: Path, steps: int, **config: Any) -> LLM:
     base = dict(BASE)
     if steps:
-        base["speculative"] = {"use": "nextn", "steps": steps}
+        base["speculative"] = {"use": "nextn", "adaptive": False, "steps": steps}
     return LLM(model=str(folder), plugins=["tests.plugins.accepting"], **{**base, **config})
 
 
@@ -281,7 +281,7 @@ def test_verified_tokens_follow_the_targets_distribution(
         SamplingParams(max_tokens=3, temperature=1.0, seed=seed, ignore_eos=True)
         for seed in range(2000)
     ]
-    with engine(folder, 0, speculative={"use": "nextn", **knobs}) as llm:
+    with engine(folder, 0, speculative={"use": "nextn", "adaptive": False, **knobs}) as llm:
         tokens = [one.token_ids[1] for one in llm.generate([prompt] * len(draws), draws)]
         assert llm.stats.accepted_tokens > 50
     assert_follows(np.array(tokens), expected / expected.sum())
@@ -301,7 +301,7 @@ def test_the_embedded_model_accepts_most_drafts(steps: int, topk: int, least: fl
     with LLM("embedded", dtype="float32", device="cpu") as llm:
         want = llm.chat(CHAT, ANSWER)
         cut = llm.chat(CHAT[:6], ANSWER.replace(stop=["e", "1"]))
-    knobs = {"use": "nextn", "steps": steps, "topk": topk}
+    knobs = {"use": "nextn", "adaptive": False, "steps": steps, "topk": topk}
     with LLM("embedded", dtype="float32", device="cpu", speculative=knobs) as llm:
         got = llm.chat(CHAT, ANSWER)
         stats = llm.stats

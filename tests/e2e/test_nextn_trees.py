@@ -53,7 +53,8 @@ def featured(plain: LLM) -> list[Completion]:
 
 def tree(folder: Path, shape: tuple[int, int, int], **config: Any) -> LLM:
     steps, topk, tokens = shape
-    knobs = {"use": "nextn", "steps": steps, "topk": topk, "draft_tokens": tokens}
+    knobs: dict[str, Any] = {"steps": steps, "topk": topk, "draft_tokens": tokens}
+    knobs |= {"use": "nextn", "adaptive": False}
     return engine(folder, 0, speculative=knobs, **config)
 
 
@@ -120,7 +121,7 @@ def test_a_request_gains_the_same_in_any_company(folder: Path) -> None:
 def test_a_tree_beside_attention_for_chains_runs_as_a_chain(
     folder: Path, greedy: list[Completion]
 ) -> None:
-    knobs = {"use": "nextn", "steps": 3, "topk": 4}
+    knobs = {"use": "nextn", "adaptive": False, "steps": 3, "topk": 4}
     with LLM(
         model=str(folder),
         plugins=["tests.plugins.chains_only"],

@@ -21,8 +21,8 @@ from tests.support.combinations import Combination, plugins
 from tests.support.tiny import write_config
 
 VOCAB = 12  #: so few that an answer often continues like an earlier part of the text
-CHAIN: dict[str, Any] = {"use": "ngram", "steps": 3}
-TREE: dict[str, Any] = {"use": "ngram", "steps": 3, "topk": 3, "draft_tokens": 8}
+CHAIN: dict[str, Any] = {"use": "ngram", "adaptive": False, "steps": 3}
+TREE: dict[str, Any] = {"use": "ngram", "adaptive": False, "steps": 3, "topk": 3, "draft_tokens": 8}
 SHAPES = {"chain": CHAIN, "tree": TREE}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = [

@@ -43,7 +43,7 @@ BASE: dict[str, Any] = {
     "memory": {"kv_tokens": 2048},
     "scheduler": {"max_running_requests": 7},
 }
-NEXTN = {"speculative": {"use": "nextn", "steps": 2}}
+NEXTN = {"speculative": {"use": "nextn", "adaptive": False, "steps": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "no_cache": {"cache": {"use": "none"}},

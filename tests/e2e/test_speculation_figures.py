@@ -48,7 +48,7 @@ def config(folder: Path | str, **changes: Any) -> dict[str, Any]:
         "device": "cpu",
         "context_length": 256,
         "memory": {"kv_tokens": 4096},
-        "speculative": {"use": "nextn", "steps": 3},
+        "speculative": {"use": "nextn", "adaptive": False, "steps": 3},
     }
     return {**base, **changes}
 
@@ -262,7 +262,7 @@ def test_a_server_without_drafts_has_no_such_figures() -> None:
 
 def simulated(length: float, steps: int = 3, **more: Any) -> dict[str, Any]:
     rates = list(rates_of_length(length))
-    drafts = {"use": "nextn", "steps": steps, "simulate_accept_rates": rates}
+    drafts = {"use": "nextn", "adaptive": False, "steps": steps, "simulate_accept_rates": rates}
     return {"speculative": drafts, "benchmark": True, **more}
 
 
@@ -288,7 +288,7 @@ def test_the_engine_gains_the_simulated_length(
 
 
 def test_drafts_of_other_algorithms_are_simulated_alike(folder: Path) -> None:
-    drafts = {"use": "ngram", "steps": 3, "simulate_accept_rates": [1.0, 0.6]}
+    drafts = {"use": "ngram", "adaptive": False, "steps": 3, "simulate_accept_rates": [1.0, 0.6]}
     with engine(folder, speculative=drafts, benchmark=True) as llm:
         llm.generate(prompts(12), GREEDY.replace(max_tokens=100))
         llm.control("check")
@@ -296,7 +296,7 @@ def test_drafts_of_other_algorithms_are_simulated_alike(folder: Path) -> None:
     assert figures.rates == pytest.approx([1.0, 0.6, 0.0], abs=0.06)
 
 
-TREE = {"use": "nextn", "steps": 3, "topk": 2, "draft_tokens": 7}
+TREE = {"use": "nextn", "adaptive": False, "steps": 3, "topk": 2, "draft_tokens": 7}
 
 
 @pytest.mark.parametrize("graphs", [{"use": "eager"}, GRAPHS], ids=["eager", "replayed"])
@@ -358,7 +358,12 @@ def test_ranks_simulate_alike(tmp_path: Path, layout: Combination) -> None:
 
 
 def test_rates_per_position_pass_through_the_engine(folder: Path) -> None:
-    drafts = {"use": "nextn", "steps": 3, "simulate_accept_rates": [0.8, 0.5, 0.9]}
+    drafts = {
+        "use": "nextn",
+        "adaptive": False,
+        "steps": 3,
+        "simulate_accept_rates": [0.8, 0.5, 0.9],
+    }
     with engine(folder, speculative=drafts, benchmark=True) as llm:
         warm = llm.generate(prompts(4), GREEDY) and llm.stats.drafts
         llm.generate(prompts(24), GREEDY.replace(max_tokens=120))

@@ -99,7 +99,10 @@ def test_drafting_one_token_at_batch_one_costs_little() -> None:
         with (
             LLM("embedded", dtype="float32", device="cpu") as plain,
             LLM(
-                "embedded", dtype="float32", device="cpu", speculative={"use": "nextn", "steps": 1}
+                "embedded",
+                dtype="float32",
+                device="cpu",
+                speculative={"use": "nextn", "adaptive": False, "steps": 1},
             ) as drafting,
         ):
             best: dict[tuple[int, str], float] = {}

@@ -28,7 +28,9 @@ def test_sampling_of_an_eager_step_is_planned_after_its_pass(
     sampled from.
     """
     order: list[str] = []
-    drafts: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
+    drafts: dict[str, Any] = (
+        {"speculative": {"use": "nextn", "adaptive": False, "steps": steps}} if steps else {}
+    )
     folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
     with LLM(
         model=str(folder),

@@ -198,7 +198,7 @@ class Cell:
         if self.ops != "auto":
             found["ops"] = {"use": self.ops}
         if self.steps:
-            found["speculative"] = {"use": "nextn", "steps": self.steps}
+            found["speculative"] = {"use": "nextn", "adaptive": False, "steps": self.steps}
         return found
 
 

@@ -139,7 +139,7 @@ def test_ranks_give_the_tokens_of_one(
     tmp_path: Path, mesh: dict[str, int], exchange: str, steps: int
 ) -> None:
     """Drafts come from a layer without a recorded load, whose experts are placed evenly."""
-    more = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
+    more = {"speculative": {"use": "nextn", "adaptive": False, "steps": steps}} if steps else {}
     requests = [submit(id, prompt, 6) for id, prompt in PROMPTS.items()]
     alone = run_ranks(config_of(tmp_path, [], **more), requests)
     options = {"placement": recorded(tmp_path), "redundant_experts": 4, "exchange": exchange}
@@ -156,7 +156,7 @@ def experts_of(engine: Engine, layer: int) -> tuple[int, ...]:
 
 def test_a_recorded_load_places_the_experts_of_the_next_start(tmp_path: Path) -> None:
     """Counts start anew on request; a record has the layers of the model and its draft."""
-    more = {"speculative": {"use": "nextn", "steps": 1}}
+    more = {"speculative": {"use": "nextn", "adaptive": False, "steps": 1}}
     mesh = {"tp": 2, "ep": 2, "dp": 2}
     with RankSet(rank_plan(config_of(tmp_path, strategies(mesh), **more))) as ranks:
         ranks.run([submit(1, [3] * 9, 4)])

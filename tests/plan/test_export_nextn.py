@@ -221,7 +221,7 @@ def test_an_exported_layer_drafts_as_the_checkpoints_own(tmp_path: Path) -> None
             "memory": {"kv_tokens": 512},
             "context_length": 96,
             "scheduler": {"max_running_requests": 4, "chunk_size": 32},
-            "speculative": {"use": "nextn", "steps": 2, **options},
+            "speculative": {"use": "nextn", "adaptive": False, "steps": 2, **options},
         }
         with RankSet(rank_plan(config)) as ranks:
             collected = ranks.run([submit(1, range(5, 25), 40), submit(2, [7, 8, 9, 10], 40)])

@@ -71,7 +71,7 @@ def test_planned_bytes_are_near_the_served_bytes(
         )
         config["dtype"] = "bfloat16"
     if drafted:
-        config["speculative"] = {"use": "nextn", "steps": drafted}
+        config["speculative"] = {"use": "nextn", "adaptive": False, "steps": drafted}
     plan = planned_for_card(folder, card, **config)
     found = next(line.bytes for line in plan.budget if line.name == "graphs") - of_short_rows(plan)
     served = SERVED[case][grows] * MIB

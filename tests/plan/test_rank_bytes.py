@@ -229,7 +229,7 @@ def test_the_budget_equals_the_ranks_allocations(
         "parallel": [{"use": USES[axis], "size": size} for axis, size in mesh.items()],
     }
     if steps:
-        config["speculative"] = {"use": "nextn", "steps": steps}
+        config["speculative"] = {"use": "nextn", "adaptive": False, "steps": steps}
     plan = rank_plan(config, plugins)
     assert plan.mesh == mesh
     with RankSet(plan, plugins) as ranks:
@@ -256,7 +256,7 @@ def test_the_budget_counts_redundant_experts(
         "parallel": [{"use": USES[axis], "size": size} for axis, size in mesh.items()],
     }
     if steps:
-        config["speculative"] = {"use": "nextn", "steps": steps}
+        config["speculative"] = {"use": "nextn", "adaptive": False, "steps": steps}
     without = rank_plan(config, plugins)
     config["parallel"][1]["redundant_experts"] = 4
     plan = rank_plan(config, plugins)

@@ -128,7 +128,12 @@ class Combination:
         if parallel:
             config["parallel"] = parallel
         if self.steps:
-            config["speculative"] = {"use": "nextn", "steps": self.steps, "topk": self.topk}
+            config["speculative"] = {
+                "use": "nextn",
+                "adaptive": False,
+                "steps": self.steps,
+                "topk": self.topk,
+            }
         return {**config, **more}
 
 

@@ -29,7 +29,9 @@ STEPS = (0, 1, 2, 3)
 
 
 def engine(steps: int) -> LLM:
-    more: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
+    more: dict[str, Any] = (
+        {"speculative": {"use": "nextn", "adaptive": False, "steps": steps}} if steps else {}
+    )
     return LLM("embedded", dtype="float32", device="cpu", **more)
 
 

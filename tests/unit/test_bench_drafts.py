@@ -32,7 +32,9 @@ def record(folder: Path, tmp_path: Path, *words: str) -> dict[str, Any]:
     """Run a benchmark of a random model with three drafts, and return its only record."""
     lines = tmp_path / "lines.jsonl"
     base = f"--model {folder} --device cpu --dtype float32 --set weights.use=random"
-    chain = "--speculative-algorithm NEXTN --speculative-num-steps 3"
+    chain = (
+        "--speculative-algorithm NEXTN --speculative-num-steps 3 --set speculative.adaptive=false"
+    )
     command, *rest = words
     given = [*base.split(), *chain.split(), "--output-file", str(lines), *rest]
     assert bench.run(parsed(command, *given)) == 0

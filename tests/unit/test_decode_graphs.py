@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from glowplug.core.plugin.draft_shape import NO_DRAFTS
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch, StepShape
@@ -43,8 +44,7 @@ def batch(rows: list[int], lens: list[int], width: int, page_size: int, seed: in
 
 
 def graph(rows: int, width: int, page_size: int, groups: int = 0) -> DecodeGraph:
-    mode = Mode.DECODE if width == 1 else Mode.VERIFY
-    shape = GraphShape.of(mode, rows, sizes(width=width, page_size=page_size), groups=groups)
+    shape = GraphShape.of(rows, sizes(width=width, page_size=page_size), groups=groups)
     return DecodeGraph(shape, CPU, Staging(shape.staged_bytes, CPU), None)
 
 
@@ -181,8 +181,8 @@ def test_ranks_that_agreed_take_slots_of_one_shape() -> None:
     prompt makes all ranks run eagerly.
     """
     runner = CudaGraph(CudaGraphOptions(batch_sizes=(1, 2, 4)), bare_plan(), Worker())
-    runner._decode_graphs = {Mode.DECODE: {rows: graph(rows, 1, 4) for rows in (1, 2, 4)}}
-    runner._sizes = {Mode.DECODE: [1, 2, 4]}
+    runner._decode_graphs = {NO_DRAFTS: {rows: graph(rows, 1, 4) for rows in (1, 2, 4)}}
+    runner._sizes = {NO_DRAFTS: [1, 2, 4]}
     assert runner.shapes(bare_plan()) == [
         (Mode.DECODE, 4, 1),
         (Mode.DECODE, 2, 1),

@@ -153,7 +153,9 @@ def test_an_engine_takes_what_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet, extra: int, steps: int
 ) -> None:
     """Pool, draft state and scheduler agree on the number of pages, and every line is reported."""
-    config: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
+    config: dict[str, Any] = (
+        {"speculative": {"use": "nextn", "adaptive": False, "steps": steps}} if steps else {}
+    )
     probe, _ = started(monkeypatch, tmp_path, plugins, Pretend(1 << 40, 1 << 40, 0), [], **config)
     page_bytes = sum(
         line.bytes for line in probe.budget if line.name in ("kv cache", "page states")

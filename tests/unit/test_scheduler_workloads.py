@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from glowplug.core.plan.plan import EnginePlan, Sizes
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.draft_shape import DraftShape, shorter_shapes
 from glowplug.core.protocols import PrefixCache, Worker
 from glowplug.core.step.request import Sequence
 from glowplug.core.testing.harness.drive import Drive, sequence
@@ -30,6 +31,7 @@ from glowplug.plugins.scheduler.continuous_rows import Rows
 from glowplug.plugins.scheduler.continuous_runtime import Continuous
 from glowplug.plugins.scheduler.policies import FcfsOptions, LongestPrefixOptions, PriorityOptions
 from glowplug.plugins.scheduler.policies_runtime import Fcfs, LongestPrefix, Priority
+from tests.support.random_drafts import RandomDrafts, Widened
 
 CONTEXT = 48
 HEADS = np.random.default_rng(1).integers(0, VOCAB, (3, CONTEXT)).tolist()
@@ -73,11 +75,17 @@ def sequences(draw: st.DrawFn) -> list[Sequence]:
 def drives(draw: st.DrawFn) -> Drive:
     page_size = draw(st.sampled_from([1, 2, 4, 8]))
     least = -(-CONTEXT // page_size)
+    width = draw(st.sampled_from([1, 1, 2, 5]))
+    adaptive = width > 1 and draw(st.booleans())
+    shapes = shorter_shapes(DraftShape(width - 1, 1, width)) if adaptive else ()
+    groups = draw(st.integers(1, 2))
     plan = bare_plan(
         context_length=CONTEXT,
         page_size=page_size,
         num_pages=1 + least + draw(st.integers(0, 2 * least)),
-        width=draw(st.sampled_from([1, 1, 2, 5])),
+        width=width,
+        draft_shapes=shapes,
+        groups=groups,
         max_running=draw(st.integers(1, 8)),
         chunk_size=draw(st.sampled_from([1, 5, 16])),
         max_step_tokens=draw(st.sampled_from([8, 48])),
@@ -85,14 +93,19 @@ def drives(draw: st.DrawFn) -> Drive:
     options = ContinuousOptions(
         mixed=draw(st.booleans()), share_prefill=draw(st.sampled_from([0, 1, 16]))
     )
-    return Drive(
-        Continuous(options, plan, Worker()),
+    kind = Widened if groups > 1 else Continuous
+    seed = draw(st.integers(0, 99))
+    drive = Drive(
+        kind(options, plan, Worker()),
         plan,
         CACHES[draw(st.sampled_from(sorted(CACHES)))](plan),
         POLICIES[draw(st.sampled_from(sorted(POLICIES)))](plan),
         depth=draw(st.integers(0, 2)),
-        seed=draw(st.integers(0, 99)),
+        seed=seed,
     )
+    if adaptive:
+        drive.scheduler.adapt(RandomDrafts(shapes, seed))
+    return drive
 
 
 def expect(drive: Drive, one: Sequence, whole: bool = True) -> None:
@@ -162,15 +175,21 @@ def test_many_random_workloads(
 # ---- the kit finds faults ------------------------------------------------------------------------
 
 
-def under_pressure(width: int = 1) -> None:
-    """Return a workload that needs chunks, growth, sharing, preemption, overlap and stops."""
-    plan = bare_plan(context_length=CONTEXT, num_pages=30, width=width)
+def under_pressure(width: int = 1, adaptive: bool = False, groups: int = 1) -> Drive:
+    """Run a workload that needs chunks, growth, sharing, preemption, overlap and stops."""
+    shapes = shorter_shapes(DraftShape(width - 1, 1, width)) if adaptive else ()
+    plan = bare_plan(
+        context_length=CONTEXT, num_pages=30, width=width, draft_shapes=shapes, groups=groups
+    )
+    kind = Widened if groups > 1 else Continuous
     drive = Drive(
-        Continuous(ContinuousOptions(share_prefill=8), plan, Worker()),
+        kind(ContinuousOptions(share_prefill=8), plan, Worker()),
         plan,
         CACHES["radix"](plan),
         POLICIES["fcfs"](plan),
     )
+    if adaptive:
+        drive.scheduler.adapt(RandomDrafts(shapes))
     work = [
         sequence(
             i,
@@ -183,6 +202,7 @@ def under_pressure(width: int = 1) -> None:
         for i in range(12)
     ]
     run(drive, work, [2], {})
+    return drive
 
 
 def test_under_pressure() -> None:
@@ -190,13 +210,31 @@ def test_under_pressure() -> None:
     under_pressure(width=3)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_steps_of_different_widths_under_pressure(groups: int) -> None:
+    """Rows keep their tokens while the drafts of each step have another size, and steps are widened
+    for another group; the policy sees every row's tokens.
+    """
+    drive = under_pressure(5, adaptive=True, groups=groups)
+    policy = drive.scheduler.decodes.policy
+    assert isinstance(policy, RandomDrafts)
+    assert {shape.tokens for shape, _ in policy.observed} == {1, 2, 3, 5}
+    stats = drive.scheduler.load()
+    seen = [(shape, count) for shape, counts in policy.observed for count in counts]
+    assert stats.drafted_tokens == sum(shape.tokens - 1 for shape, _ in seen)
+    assert stats.accepted_tokens <= sum(count - 1 for _, count in seen)
+    assert stats.preemptions
+
+
 def release_too_early(rows: Rows, row: int) -> None:
     rows.pages.give(rows.table.pages[row, rows.shared[row] : rows.table.num_pages[row]])
 
 
-def keep_one_page_more(rows: Rows, members: np.ndarray, sizes: Sizes) -> np.ndarray:
+def keep_one_page_more(
+    rows: Rows, members: np.ndarray, shape: DraftShape, lookahead: int
+) -> np.ndarray:
     table = rows.table
-    return np.minimum(table.launched[members] + sizes.width, table.max_length[members] - 1) - 1
+    return np.minimum(table.launched[members] + shape.tokens, table.max_length[members] - 1) - 1
 
 
 def forget_to_move_over(rows: Rows, row: int) -> None:

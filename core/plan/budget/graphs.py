@@ -10,6 +10,7 @@ from glowplug.core.plan.budget.captured import Captured
 from glowplug.core.plan.budget.units import MIB
 from glowplug.core.plan.plan import BudgetLine
 from glowplug.core.plan.proposal import Proposal
+from glowplug.core.plugin.draft_shape import DraftShape
 
 PAGE = 64  #: tokens per page, exact enough for the size of page tables
 # NOTE: memory of the driver, fitted to six engines on an H200: 3 and 27 layers, 26 and 34 batch
@@ -32,7 +33,7 @@ DECODE_SLACK = PASS_SLACK // 2  #: most unused bytes in the blocks of the larges
 
 
 def driver_bytes(
-    sizes: int, layers: int, counts: int = 0, drafts: int = 0, extends: int = 0
+    sizes: int, layers: int, counts: int = 0, drafts: float = 0, extends: int = 0
 ) -> int:
     """Return the bytes of memory that the driver takes for graphs.
 
@@ -40,13 +41,14 @@ def driver_bytes(
         sizes: number of captured batch sizes.
         layers: number of layers of the model.
         counts: number of captured token counts of passes with prompts.
-        drafts: number of passes of the draft model before a step. Each pass has a graph. Two more
-            graphs compute the positions of the draft's tokens and of the step's tokens.
+        drafts: number of passes of the draft model before a step, the mean over the captured
+            steps. Each pass has a graph. Two more graphs compute the positions of the draft's
+            tokens and of the step's tokens.
         extends: number of token counts for which the draft's pass over a step's tokens is captured.
     """
     beside = drafts + 2 if drafts else 0
     of_passes = (layers * counts + extends) * PER_PIECE
-    return FIXED + sizes * (PER_SIZE + beside * PER_DRAFT + layers * PER_LAYER) + of_passes
+    return FIXED + int(sizes * (PER_SIZE + beside * PER_DRAFT + layers * PER_LAYER)) + of_passes
 
 
 def pool_bytes(decoding: int, passing: int, expandable: bool = False) -> int:
@@ -126,13 +128,14 @@ def graph_line(
     if not captured.batch_sizes:
         return None
     model = proposal.facts.model
-    batch_sizes = captured.batch_sizes + captured.short_rows
+    shapes = proposal.values.draft_shapes
+    batch_sizes = captured.batch_sizes * len(shapes) + captured.short_rows
     context = proposal.config.context_length or model.max_positions
     driver = driver_bytes(
         len(batch_sizes),
         model.num_layers,
         len(captured.pass_tokens),
-        proposal.values.draft_shape.steps,
+        mean_passes(shapes),
         len(captured.extend_tokens),
     )
     kept = kept_bytes(
@@ -145,7 +148,8 @@ def graph_line(
         captured.extend_tokens,
     )
     pool = _pool_bytes(proposal, captured, step_bytes)
-    return BudgetLine("graphs", driver + kept + pool, f"{_described(captured)}, one pool")
+    how = _described(captured, len(shapes))
+    return BudgetLine("graphs", driver + kept + pool, f"{how}, one pool")
 
 
 def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[int], int]) -> int:
@@ -165,11 +169,21 @@ def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[in
     )
 
 
-def _described(captured: Captured) -> str:
-    """Return the number and the largest size of the captured steps as text."""
+def mean_passes(shapes: Sequence[DraftShape]) -> float:
+    """Return the mean number of passes of the draft before steps with drafts of these sizes."""
+    return sum(shape.steps for shape in shapes) / len(shapes)
+
+
+def _described(captured: Captured, shapes: int) -> str:
+    """Return the number and the largest size of the captured steps as text.
+
+    ``shapes``: number of sizes of the drafts.
+    """
     sizes = captured.batch_sizes
     counts = captured.pass_tokens
     parts = [f"{len(sizes)} batch sizes up to {sizes[-1]}"]
+    if shapes > 1:
+        parts.append(f"each for {shapes} sizes of drafts")
     if captured.short_rows:
         parts.append(f"{len(captured.short_rows)} of them for short rows too")
     if counts:

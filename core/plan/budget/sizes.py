@@ -62,6 +62,7 @@ def _sizes(proposal: Proposal, counts: Counts, pages: Pages) -> Sizes:
         kv_bytes=pages.kv_bytes,
         width=proposal.values.width,
         draft_shape=proposal.values.draft_shape,
+        draft_shapes=proposal.values.draft_shapes,
         draft_layers=proposal.values.draft_layers,
         lookahead=proposal.values.lookahead,
         least_pages=pages.least,

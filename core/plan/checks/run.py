@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.checks import (
+    adaptive,
     attention,
     checkpoint,
     eagle_heads,
@@ -22,6 +23,7 @@ MODULES = (
     last_layer,
     ranks,
     speculation,
+    adaptive,
     eagle_heads,
     simulation,
     checkpoint,

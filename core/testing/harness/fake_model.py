@@ -60,8 +60,8 @@ class FakeModel:
     """A model that runs batches at once, in launch order; the caller commits the results later.
 
     Args:
-        width: number of tokens that a decoding row computes: one, and ``width - 1`` drafts, each of
-            which is right with probability ``hit``.
+        width: most tokens that a decoding row computes, and their number in steps without
+            ``Batch.draft_shape``: one, and drafts, each of which is right with probability ``hit``.
         bad: (sequence id, output length) at which the logits become NaN.
         lookahead: number of entries that a draft writes behind the accepted tokens; they are never
             read.
@@ -85,6 +85,7 @@ class FakeModel:
         self.table = table
         self.vocab = vocab
         self.width = width
+        self._step_width = width  # of the step being run
         self.hit = hit
         self.bad = bad
         self.depth = depth
@@ -105,6 +106,8 @@ class FakeModel:
 
     def launch(self, batch: Batch) -> StepResult:
         """Check the batch and all cache entries it reads, run the step, and return its results."""
+        drafts = batch.draft_shape
+        self._step_width = self.width if drafts is None else drafts.tokens
         self._check_shape(batch)
         self._change_rows(batch)
         result = self._empty_result(batch.num_rows)
@@ -126,8 +129,8 @@ class FakeModel:
 
         The token ids in ``logprobs`` are a view of ``tokens``, so they follow later changes.
         """
-        tokens = np.full((rows, self.width), POISON, np.int64)
-        logprobs = np.zeros(rows * self.width, np.float32)
+        tokens = np.full((rows, self._step_width), POISON, np.int64)
+        logprobs = np.zeros(rows * self._step_width, np.float32)
         return StepResult(
             tokens,
             np.zeros(rows, np.int32),
@@ -196,14 +199,14 @@ class FakeModel:
             self._write(batch, i, position, POISON, EMPTY_HASH)
 
     def _decode(self, batch: Batch, i: int, row: RowState, result: StepResult) -> None:
-        """Compute ``width`` tokens of decoding row ``i`` and accept its correct drafts."""
+        """Compute the tokens of decoding row ``i`` and accept its correct drafts."""
         number = int(batch.rows[i])
         limit = int(self.table.max_length[number])
         if row.length >= limit:
             self._skip_full(i, number, result)
             return
         first = row.length - 1  # position of the last accepted token, whose entry is computed now
-        self._check_bound(batch, i, first + self.width)
+        self._check_bound(batch, i, first + self._step_width)
         state = self._read(batch, i, first)
         self._require(
             extend(state, row.last) == row.state, f"row {number}: prefix differs from the device's"
@@ -243,9 +246,9 @@ class FakeModel:
         )
 
     def _following(self, state: int) -> list[int]:
-        """Return the ``width`` tokens that follow the prefix with hash ``state``."""
+        """Return as many tokens as a row computes, which follow the prefix with hash ``state``."""
         tokens = []
-        for _ in range(self.width):
+        for _ in range(self._step_width):
             tokens.append(next_token(state, self.vocab))
             state = extend(state, tokens[-1])
         return tokens
@@ -268,7 +271,7 @@ class FakeModel:
         assert result.logprobs is not None
         for place, token in enumerate(tokens):
             result.tokens[i, place] = token
-            result.logprobs[0][i * self.width + place] = logprob_of(row.state)
+            result.logprobs[0][i * self._step_width + place] = logprob_of(row.state)
             row.state = extend(row.state, token)
             row.last = token
             row.length += 1
@@ -347,13 +350,13 @@ class FakeModel:
             self._require(len(getattr(batch, name)) == rows, f"{name} has another length than rows")
         self._require(bool((batch.query_lens > 0).all()), "a row computes nothing")
         self._require(
-            bool((batch.query_lens[: batch.num_decodes] == self.width).all()),
+            bool((batch.query_lens[: batch.num_decodes] == self._step_width).all()),
             "a decoding row of wrong width",
         )
         self._require(
             bool((self.table.epoch[batch.rows] == batch.epochs).all()), "a row's epoch is wrong"
         )
-        decode = Mode.DECODE if self.width == 1 else Mode.VERIFY
+        decode = Mode.DECODE if self._step_width == 1 else Mode.VERIFY
         expected = decode if batch.num_decodes == rows else Mode.PREFILL
         self._require(batch.mode is expected, f"mode {batch.mode} for a {expected} batch")
 

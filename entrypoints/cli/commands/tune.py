@@ -24,6 +24,7 @@ from glowplug.core.protocols.tuning import TableTuner, TuneTable
 from glowplug.core.startup.layer_shapes import layer_shapes
 from glowplug.core.startup.lone_rank import plan_of_ranks
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
+from glowplug.entrypoints.cli import tune_speculative
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.cli.flags.command_line import read_command_line
 from glowplug.entrypoints.cli.tune_workers import run_workers
@@ -66,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ray", action="store_true", help="use the GPUs of a Ray cluster (RAY_ADDRESS)"
     )
+    tune_speculative.configure(parser)
     add_engine_options(parser)
 
 
@@ -81,23 +83,52 @@ def run(args: argparse.Namespace) -> int:
         refusals = [*given.layer.refusals, *([FACTS_REFUSED] if args.facts else [])]
         if refusals:
             raise ConfigError(refusals, given.source)
-        found = {
-            tuner.name: (tuner, plugin)
-            for plugin, tuners in given.plugins.call_each("tuners")
-            for tuner in tuners or ()
-        }
-        if args.tuner is None:
-            print("\n".join(f"{tuner.name:<12} {tuner.summary}" for tuner, _ in found.values()))
-            return 0
-        if args.tuner not in found:
-            raise ValueError(
-                f"no tuner {args.tuner!r}; available: {', '.join(sorted(found)) or 'none'}"
-            )
-        with tempfile.TemporaryDirectory(prefix="glowplug-tune-") as folder:
-            return _tune(args, *found[args.tuner], given.config, given.plugins, Path(folder))
+        if args.tuner == tune_speculative.NAME:
+            _refuse_options(tune_speculative.NAME, _kernel_options(args))
+            extra = {"plugins": tuple(args.extra_plugins)} if args.extra_plugins else {}
+            return tune_speculative.run(args, {**given.config, **extra})
+        _refuse_options("a tuner of kernels", tune_speculative.given_options(args))
+        return _tune_kernels(args, given.config, given.plugins)
     except (GlowplugError, ValueError) as error:
         print(f"glowplug tune: {error}", file=sys.stderr)
         return 2
+
+
+def _tune_kernels(args: argparse.Namespace, config: Mapping[str, Any], plugins: PluginSet) -> int:
+    """List the tuners, or run one of the plugins' tuners of kernels; return the exit code."""
+    found = {
+        tuner.name: (tuner, plugin)
+        for plugin, tuners in plugins.call_each("tuners")
+        for tuner in tuners or ()
+    }
+    if args.tuner is None:
+        print(f"{tune_speculative.NAME:<12} {tune_speculative.SUMMARY}")
+        print("\n".join(f"{tuner.name:<12} {tuner.summary}" for tuner, _ in found.values()))
+        return 0
+    if args.tuner not in found:
+        known = ", ".join(sorted({*found, tune_speculative.NAME}))
+        raise ValueError(f"no tuner {args.tuner!r}; available: {known}")
+    with tempfile.TemporaryDirectory(prefix="glowplug-tune-") as folder:
+        return _tune(args, *found[args.tuner], config, plugins, Path(folder))
+
+
+def _kernel_options(args: argparse.Namespace) -> list[str]:
+    """Return the options for tuners of kernels that are set."""
+    given = {
+        "--rows": args.rows,
+        "--tables": args.tables,
+        "--list": args.only_list,
+        "--gpus": args.gpus > 1,
+        "--ray": args.ray,
+        "--block-plugin": args.blocked_plugins,
+    }
+    return [name for name, value in given.items() if value]
+
+
+def _refuse_options(tuner: str, options: list[str]) -> None:
+    """Raise ValueError if ``options`` that ``tuner`` does not have are set."""
+    if options:
+        raise ValueError(f"{tuner} has no option {options[0]}: leave it out")
 
 
 def _tune(

@@ -123,8 +123,8 @@ class FlashInferMla(PagedMla):
             self._dtype,
             self._kv[0].dtype,
         )
-        # the host's lengths are exact for target steps of one token per row
-        if width > 1 or batch.first_key:
+        # the host's lengths are exact for steps of an engine without drafts
+        if self._drafts or width > 1 or batch.first_key:
             self._decode.set_lengths(lens, bounds, width)
 
     def _wrapper(self, graph: object | None, rows: int, pages: Tensor) -> _Wrapper:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.plan.plan import Sizes
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.step.batch import Batch, StepShape
+from glowplug.core.step.batch import Batch, shape_of
 from glowplug.plugins.graphs.capture.padding_marks import PaddingMarks, mark_bytes
 from glowplug.plugins.graphs.capture.staging import Staging
 
@@ -60,6 +61,7 @@ class GraphShape:
         spare: Row of the sequence table that no sequence uses, for padding rows.
         groups: Number of groups of ranks whose padding is marked; 0: padding is not marked.
         lookahead: Number of positions behind a row's tokens that drafts write to.
+        drafts: Size of the drafts of a row; None: the engine never drafts.
     """
 
     mode: Mode
@@ -70,22 +72,36 @@ class GraphShape:
     spare: int
     groups: int = 0
     lookahead: int = 0
+    drafts: DraftShape | None = None
 
     @staticmethod
-    def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0, groups: int = 0) -> GraphShape:
+    def of(
+        rows: int,
+        sizes: Sizes,
+        keys: int = 0,
+        groups: int = 0,
+        drafts: DraftShape | None = None,
+    ) -> GraphShape:
         """Return the shape for ``rows`` rows of up to ``keys`` tokens.
 
-        ``keys`` = 0: rows may be as long as the plan allows.
+        Args:
+            rows: Rows of the padded batch.
+            sizes: Sizes of the plan.
+            keys: Most cached tokens of a row; 0: as many as the plan allows.
+            groups: Number of groups of ranks whose padding is marked.
+            drafts: Size of the drafts of a row; None: the plan's largest.
         """
+        drafts = drafts or sizes.step_shapes[-1]
         return GraphShape(
-            mode,
+            Mode.DECODE if drafts.tokens == 1 else Mode.VERIFY,
             rows,
-            sizes.width,
+            drafts.tokens,
             keys or sizes.positions,
             sizes.page_size,
             sizes.max_running,
             groups,
             sizes.lookahead,
+            drafts if sizes.width > 1 else None,
         )
 
     @property
@@ -120,7 +136,7 @@ class GraphShape:
         These are the tokens that the row computes and, with drafts, one token before them, because
         a draft's cache has no entry at the first position.
         """
-        return self.width + (self.width > 1)
+        return self.width + (self.drafts is not None)
 
     @property
     def padded_columns(self) -> int:
@@ -217,10 +233,11 @@ class DecodeGraph:
             samples=np.ones(rows, np.bool_),
             prompt_ids=np.zeros(0, np.int32),
             pages=self._pages[:, :1],
+            draft_shape=self.shape.drafts,
             pieces=self,
             longest=self.shape.keys,
-            agreed=StepShape(self.shape.mode, rows, rows * width, decodes=rows),
         )
+        made.agreed = shape_of(made)
         made.positions, made.kv_slots, made.row_ids, made.kv_lens_device = self._device_fields()
         made.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         made.page_table = self._table

@@ -1,0 +1,206 @@
+"""Steps whose drafts have different sizes give the tokens of an engine without drafts.
+
+Ranks are threads, and captured steps are functions (tests.plugins.replaying).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glowplug import LLM, SamplingParams
+from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
+from glowplug.entrypoints.front.llm import Completion
+from tests.e2e.test_nextn import GREEDY, VOCAB, all_pages_are_back, features, prompts, same
+from tests.plugins import switching
+from tests.support.tiny import write_config
+
+PLUGINS = ["tests.plugins.switching", "tests.plugins.replaying"]
+GRAPHS = {"use": "replaying", "batch_sizes": [1, 2, 4, 8]}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "no_overlap": {"scheduler": {"overlap": False}},
+    "overlap": {"scheduler": {"overlap": True}},
+    "no_cache": {"cache": {"use": "none"}},
+    "chunked": {"scheduler": {"chunk_size": 7}},
+    "unmixed": {"scheduler": {"mixed": False, "chunk_size": 16}},
+    "page_1": {"attention": {"page_size": 1}},
+    "one_row": {"scheduler": {"max_running_requests": 1}},
+    "eight_rows": {"scheduler": {"max_running_requests": 8}},
+    # without overlap, because functions overwrite the results of the step in flight
+    "graphs": {"graphs": GRAPHS, "scheduler": {"max_running_requests": 8, "overlap": False}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(
+        tmp_path_factory.mktemp("v3"), "v3", vocab_size=VOCAB, num_nextn_predict_layers=1
+    )
+
+
+def config_of(folder: Path, drafts: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "model": str(folder),
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 256,
+        "memory": {"kv_tokens": 4096},
+        **changes,
+    }
+    if drafts:
+        config["speculative"] = {"use": "nextn", **drafts}
+        config["scheduler"] = {"use": "switching", **config.get("scheduler", {})}
+    return config
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> Iterator[tuple[list[Completion], list[Completion]]]:
+    with LLM(**config_of(folder, {})) as llm:
+        yield llm.generate(prompts(), GREEDY), llm.generate(prompts(), features())
+
+
+DRAFTS: dict[str, tuple[dict[str, Any], set[int]]] = {
+    "one": ({"steps": 1}, {1, 2}),
+    "chain": ({"steps": 3}, {1, 2, 4}),
+    "tree": ({"steps": 3, "topk": 3, "draft_tokens": 8}, {1, 4, 8}),
+    "ngram": ({"use": "ngram", "steps": 3}, {1, 2, 4}),
+    "ngram_tree": (
+        {"use": "ngram", "steps": 3, "topk": 3, "draft_tokens": 8},
+        {1, 4, 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_tokens_while_sizes_switch(
+    folder: Path,
+    wanted: tuple[list[Completion], list[Completion]],
+    variant: str,
+    drafts: str,
+) -> None:
+    knobs, sizes = DRAFTS[drafts]
+    switching.take()
+    with LLM(plugins=PLUGINS, **config_of(folder, knobs, **VARIANTS[variant])) as llm:
+        same(llm.generate(prompts(), GREEDY), wanted[0])
+        same(llm.generate(prompts(), features()), wanted[1])  # now with a warm cache
+        stats = llm.stats
+        all_pages_are_back(llm)
+    widths = {width for record in switching.take() for width, _ in record}
+    assert widths - {0} == sizes
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlap"])
+def test_preempted_requests_keep_their_tokens(folder: Path, overlap: bool, drafts: str) -> None:
+    every = [
+        params.replace(max_tokens=80, min_tokens=70 if params.min_tokens else 0)
+        for params in features()
+    ]
+    with LLM(**config_of(folder, {})) as llm:
+        wanted = llm.generate(prompts(), every)
+    small: dict[str, Any] = {
+        "context_length": 200,
+        "memory": {"kv_tokens": 208},
+        "scheduler": {"overlap": overlap},
+    }
+    if drafts == "tree":
+        small["memory"] = {"kv_tokens": 256}
+    with LLM(plugins=PLUGINS, **config_of(folder, DRAFTS[drafts][0], **small)) as llm:
+        same(llm.generate(prompts(), every), wanted)
+        assert llm.stats.preemptions > 0
+        all_pages_are_back(llm)
+
+
+RUNS = pytest.mark.parametrize(
+    ("overlap", "graphs"),
+    [(False, False), (True, False), (False, True)],
+    ids=["in_turn", "overlap", "graphs"],
+)
+
+
+@RUNS
+def test_a_pause_without_drafts_costs_no_acceptance(
+    folder: Path, overlap: bool, graphs: bool
+) -> None:
+    """After steps without drafts, drafts are accepted as if there had been no such steps.
+
+    Where two runs begin a step with the same drafts at the same token of a sequence, it gains the
+    same; in one of the runs, no step before has been without drafts.
+    """
+    more: dict[str, Any] = {"graphs": GRAPHS} if graphs else {}
+    gains: list[dict[tuple[int, int], int]] = []
+    for pattern in ((2,), (2, 0, 0), (0, 0, 0, 0, 0, 2, 2)):
+        scheduler = {"overlap": overlap, "pattern": pattern, "max_running_requests": 1}
+        switching.take()
+        config = config_of(folder, {"steps": 3}, scheduler=scheduler, **more)
+        with LLM(plugins=PLUGINS, **config) as llm:
+            llm.generate(prompts(), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+        gains.append(gains_by_place(switching.take()))
+    whole, *paused = gains
+    for found in paused:
+        common = whole.keys() & found.keys()
+        assert len(common) > 60 and sum(found[place] > 1 for place in common) > 10
+        assert {place: whole[place] for place in common} == {
+            place: found[place] for place in common
+        }
+
+
+def gains_by_place(records: list[list[tuple[int, int]]]) -> dict[tuple[int, int], int]:
+    """Return the gain of each step with 3 drafts, by (sequence, tokens before the step)."""
+    found = {}
+    for number, record in enumerate(records):
+        done = 0
+        for width, count in record[:-1]:  # the last step may be cut by the length limit
+            if width == 4:
+                found[number, done] = count
+            done += count
+    return found
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "tp 2": [{"use": "tensor", "size": 2}],
+    "tp 2, dp 2": [{"use": "tensor", "size": 2}, {"use": "dp_attention", "size": 2}],
+    "tp 4, ep 2, dp 2": [
+        {"use": "tensor", "size": 4},
+        {"use": "ep_moe", "size": 2},
+        {"use": "dp_attention", "size": 2},
+    ],
+}
+REQUESTS = {1: [5, 6, 7], 2: [9], 3: [4, 8, 5, 6, 3, 2, 7], 4: [1, 2], 5: [3, 1, 4, 1, 5]}
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginSet:
+    return load_plugins([THREADS, *PLUGINS], entry_points=False)
+
+
+@RUNS
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_switch_together(
+    folder: Path, plugins: PluginSet, layout: str, overlap: bool, graphs: bool
+) -> None:
+    """Groups with different requests choose different sizes, and all run the largest one."""
+    more: dict[str, Any] = {"graphs": GRAPHS} if graphs else {}
+    scheduler = {"overlap": overlap, "max_running_requests": 6, "chunk_size": 16}
+    messages = [submit(id, prompt, 24) for id, prompt in REQUESTS.items()]
+    with RankSet(rank_plan(config_of(folder, {}, scheduler=scheduler), plugins), plugins) as alone:
+        wanted = {id: list(one.tokens) for id, one in alone.run(messages).items()}
+    config = config_of(folder, {"steps": 3}, parallel=LAYOUTS[layout], scheduler=scheduler, **more)
+    switching.take()
+    with RankSet(rank_plan(config, plugins), plugins) as ranks:
+        found = {id: list(one.tokens) for id, one in ranks.run(messages).items()}
+        ranks.check_idle()
+    assert found == wanted
+    widths = {width for record in switching.take() for width, _ in record}
+    assert widths >= {1, 2, 4} if "dp" not in layout else widths >= {2, 4}

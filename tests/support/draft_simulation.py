@@ -1,0 +1,103 @@
+"""Simulated decoding with drafts: given seconds of a step and given acceptance, no model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
+from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.protocols import DraftPolicy
+
+LAG = 1  #: steps in flight when the next one is chosen
+
+
+def chain_costs(
+    shapes: tuple[DraftShape, ...], base: float, row: float, draft: float, draft_row: float
+) -> DraftCosts:
+    """Return costs that grow linearly with the rows, for chains of drafts.
+
+    Args:
+        shapes: the sizes of the drafts.
+        base: seconds of a step without drafts and rows.
+        row: seconds of each token of the step.
+        draft: seconds of each draft pass.
+        draft_row: seconds of each row in a draft pass.
+    """
+    rows = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    return DraftCosts(
+        tuple(
+            ShapeCosts(
+                shape,
+                rows,
+                tuple(
+                    base + row * n * shape.tokens + shape.steps * (draft + draft_row * n)
+                    for n in rows
+                ),
+            )
+            for shape in shapes
+        )
+    )
+
+
+def rate_of(length: float, steps: int) -> float:
+    """Return the acceptance rate of each draft at which ``steps`` drafts gain ``length`` tokens."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gain(middle, steps) < length else (low, middle)
+    return (low + high) / 2
+
+
+def gain(rate: float, steps: int) -> float:
+    """Return the expected tokens of a row in a step of ``steps`` drafts."""
+    return float(sum(rate**depth for depth in range(steps + 1)))
+
+
+def fixed_speed(costs: DraftCosts, shape: DraftShape, rows: int, rate: float) -> float:
+    """Return the tokens per second with drafts of one size."""
+    found = costs.of(shape)
+    assert found is not None
+    return rows * gain(rate, shape.steps) / found.at(rows)
+
+
+def simulate(
+    policy: DraftPolicy,
+    costs: DraftCosts,
+    loads: Iterator[int],
+    rate: Callable[[float], float],
+    seed: int = 0,
+) -> list[tuple[float, int, DraftShape, int]]:
+    """Return (seconds, rows, size of the drafts, tokens) of each step.
+
+    Args:
+        policy: the policy; it sees a step's results ``LAG`` steps later.
+        costs: seconds of the steps.
+        loads: number of decoding rows of each step.
+        rate: acceptance rate of each draft, as a function of the seconds so far.
+        seed: seed of the acceptance.
+    """
+    random = np.random.default_rng(seed)
+    flying: deque[tuple[np.ndarray, DraftShape, np.ndarray]] = deque()
+    found = []
+    clock = 0.0
+    for load in loads:
+        rows = np.arange(load, dtype=np.int32)
+        shape = policy.choose(rows, load)
+        hits = random.random((load, max(shape.steps, 1))) < rate(clock)
+        counts = 1 + hits.cumprod(1).sum(1) * (shape.steps > 0)
+        entry = costs.of(shape)
+        assert entry is not None
+        clock += entry.at(load)
+        found.append((entry.at(load), load, shape, int(counts.sum())))
+        flying.append((rows, shape, counts.astype(np.int32)))
+        if len(flying) > LAG:
+            policy.observe(*flying.popleft())
+    return found
+
+
+def speed(steps: list[tuple[float, int, DraftShape, int]]) -> float:
+    """Return the tokens per second of simulated steps."""
+    return sum(step[3] for step in steps) / sum(step[0] for step in steps)

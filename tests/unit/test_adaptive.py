@@ -1,0 +1,165 @@
+"""The choice of the size of the drafts in each step: simulated speed, exploration, determinism."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain, repeat
+
+import numpy as np
+import pytest
+
+from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
+from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape, shorter_shapes
+from glowplug.core.speculation.adaptive import EXPLORED, AdaptivePolicy
+from tests.support.draft_simulation import (
+    chain_costs,
+    fixed_speed,
+    gain,
+    rate_of,
+    simulate,
+    speed,
+)
+
+SHAPES = shorter_shapes(DraftShape(3, 1, 4))
+ROWS = (1, 4, 16, 64, 256)
+LENGTHS = (1.0, 1.5, 1.85, 2.2, 2.6, 3.0, 3.5)
+COSTS = {
+    # like the V3 slice on an H200: a draft pass takes two thirds of a step without drafts
+    "slice": chain_costs(SHAPES, 1.32e-3, 0.05e-3, 0.9e-3, 0.004e-3),
+    # like a whole model, in which a draft pass is a small part of a step
+    "model": chain_costs(SHAPES, 8e-3, 0.04e-3, 0.7e-3, 0.004e-3),
+}
+LEAST = 0.97  #: share of the best fixed size's speed
+
+
+def best_speed(costs: DraftCosts, rows: int, rate: float) -> float:
+    """Return the speed of the best fixed size, none among them."""
+    return max(fixed_speed(costs, shape, rows, rate) for shape in SHAPES)
+
+
+def fixed_rate(rate: float, seconds: float) -> float:
+    return rate
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", COSTS)
+def test_adaptive_drafts_are_as_fast_as_the_best_fixed_ones(name: str, rows: int) -> None:
+    costs = COSTS[name]
+    for length in LENGTHS:
+        rate = rate_of(length, 3)
+        policy = AdaptivePolicy(SHAPES, costs, 256)
+        steps = simulate(
+            policy, costs, repeat(rows, 4000 if rows < 16 else 1000), partial(fixed_rate, rate)
+        )
+        share = speed(steps) / best_speed(costs, rows, rate)
+        assert share >= LEAST, (length, share)
+
+
+@pytest.mark.parametrize("length", [1.0, 1.85, 2.6, 3.5])
+@pytest.mark.parametrize("name", COSTS)
+def test_adaptive_drafts_follow_the_load(name: str, length: float) -> None:
+    """From 1 request to 256 and back: no slower than the best fixed size at each load."""
+    costs = COSTS[name]
+    rate = rate_of(length, 3)
+    climb = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    loads = list(chain.from_iterable(repeat(rows, 250) for rows in climb + climb[::-1]))
+    steps = simulate(AdaptivePolicy(SHAPES, costs, 256), costs, iter(loads), lambda _: rate)
+    seconds = sum(tokens / best_speed(costs, rows, rate) for _, rows, _, tokens in steps)
+    assert seconds / sum(step[0] for step in steps) >= LEAST
+
+
+def test_a_text_that_becomes_predictable_again_is_noticed() -> None:
+    """One row whose text is predictable for 2 s, then random for 2 s, and so on."""
+    costs = COSTS["slice"]
+
+    def rate(seconds: float) -> float:
+        return 0.95 if int(seconds / 2) % 2 else 0.1
+
+    steps = simulate(AdaptivePolicy(SHAPES, costs, 8), costs, repeat(1, 4000), rate)
+    clock = possible = 0.0
+    for seconds, rows, _, _ in steps:
+        possible += seconds * best_speed(costs, rows, rate(clock))
+        clock += seconds
+    assert sum(step[3] for step in steps) / possible >= 0.93
+    fixed = [
+        fixed_speed(costs, shape, 1, 0.95) + fixed_speed(costs, shape, 1, 0.1) for shape in SHAPES
+    ]
+    assert speed(steps) > max(fixed) / 2, "faster than any fixed size"
+
+
+def test_explorations_lose_a_small_share_of_the_time() -> None:
+    """Where no draft is ever accepted, drafts cost no more than ``EXPLORED``, and go on."""
+    costs = COSTS["slice"]
+    steps = simulate(AdaptivePolicy(SHAPES, costs, 8), costs, repeat(4, 5000), lambda _: 0.0)
+    tried = [number for number, step in enumerate(steps) if step[2].steps]
+    assert len(tried) > 10 and tried[-1] > 4000
+    none = costs.of(NO_DRAFTS)
+    assert none is not None
+    lost = sum(step[0] for step in steps) - 5000 * none.at(4)
+    assert lost <= 1.2 * EXPLORED * sum(step[0] for step in steps)
+
+
+def test_one_unpredictable_row_does_not_decide_for_all() -> None:
+    """The size follows the sum over the rows, each with its own acceptance."""
+    policy = AdaptivePolicy(SHAPES, COSTS["model"], 4)
+    rows = np.arange(4, dtype=np.int32)
+    counts = np.array([4, 4, 4, 1], np.int32)
+    for _ in range(50):
+        policy.observe(rows, SHAPES[-1], counts)
+    many = policy.expected(rows)
+    alone = policy.expected(rows[3:])
+    assert policy.choose(rows, 4) == SHAPES[-1]
+    assert alone[-1] < 1.3 and many[-1] > 12
+    policy.forget(3)  # another sequence enters the row: it is taken to be like the others
+    assert policy.expected(rows[3:])[-1] > 2
+
+
+def test_equal_results_give_equal_choices() -> None:
+    """Ranks that see the same committed results choose alike."""
+    runs = [
+        simulate(
+            AdaptivePolicy(SHAPES, COSTS["slice"], 64),
+            COSTS["slice"],
+            iter([1 + number % 50 for number in range(500)]),
+            lambda _: 0.8,
+        )
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1] and len({step[2] for step in runs[0]}) > 1
+
+
+def test_trees_and_chains_have_rates_of_their_own() -> None:
+    shapes = (NO_DRAFTS, DraftShape(1, 1, 2), DraftShape(2, 4, 8))
+    costs = DraftCosts(tuple(ShapeCosts(shape, (1, 8), (1.0, 2.0)) for shape in shapes))
+    policy = AdaptivePolicy(shapes, costs, 2)
+    row = np.zeros(1, np.int32)
+    for _ in range(60):
+        policy.observe(row, shapes[1], np.ones(1, np.int32))
+        policy.observe(row, shapes[2], np.full(1, 3, np.int32))
+    expected = policy.expected(row)
+    assert expected[0] == 1 and expected[1] < 1.1 and expected[2] > 2.8
+
+
+@pytest.mark.parametrize(
+    ("full", "tokens"),
+    [
+        (NO_DRAFTS, [1]),
+        (DraftShape(1, 1, 2), [1, 2]),
+        (DraftShape(2, 1, 3), [1, 2, 3]),
+        (DraftShape(3, 1, 4), [1, 2, 4]),
+        (DraftShape(7, 1, 8), [1, 2, 4, 8]),
+        (DraftShape(5, 4, 8), [1, 4, 5, 8]),
+        (DraftShape(2, 4, 4), [1, 4]),
+        (DraftShape(1, 4, 5), [1, 5]),
+        (DraftShape(5, 8, 64), [1, 9, 27, 64]),
+    ],
+)
+def test_the_sizes_of_an_engine(full: DraftShape, tokens: list[int]) -> None:
+    found = shorter_shapes(full)
+    assert [shape.tokens for shape in found] == tokens
+    assert found[-1] == full and all(shape.topk == full.topk for shape in found[1:])
+    assert [shape.steps for shape in found] == sorted({shape.steps for shape in found})
+
+
+def test_simulated_lengths_are_those_requested() -> None:
+    assert [round(gain(rate_of(length, 3), 3), 6) for length in LENGTHS] == list(LENGTHS)
