@@ -115,6 +115,7 @@ def test_a_soak_records_the_acceptance_of_its_run(folder: Path, tmp_path: Path) 
     result = tmp_path / "soak.json"
     base = f"--model {folder} --device cpu --dtype float32 --set weights.use=random"
     chain = "--speculative-algorithm NEXTN --speculative-num-steps 2"
+    base += " --set speculative.adaptive=false"
     words = f"{base} {chain} --minutes 0.02 --pauses 1 --context-length 128 --output-file {result}"
     assert bench.run(parsed("soak", *words.split())) == 0
     found = json.loads(result.read_text())
