@@ -26,7 +26,7 @@ from glowplug.core.engine.runner import Runner
 from glowplug.core.engine.stalls import CODE, Stall, StallWatch
 from glowplug.core.errors import RequestError
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plugin.offers import Mode
+from glowplug.core.plugin.modes import Mode
 from glowplug.core.protocols import AdaptiveScheduler, Collectives, Scheduler
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.step.batch import Batch, StepShape, idle_batch, shape_of

@@ -60,8 +60,18 @@ class DecoderLayer(Module):
         Returns:
             x and residual for the next layer.
         """
+        # NOTE: the second assignment frees the normed input; the rest of the layer uses its memory
         normed, residual = self.input_norm.add(x, residual)
-        return self.forward_normed(normed, residual, at, batch)
+        normed, residual = self.post_norm.add(self.attention.forward(normed, at), residual)
+        return self._feed_forward(normed, batch), residual
+
+    def forward_with_stream(
+        self, x: Terms, residual: Tensor | None, at: object, batch: Batch
+    ) -> tuple[Terms, Tensor, Tensor]:
+        """Run the layer as ``forward`` does, and return the stream before it, [T, hidden], too."""
+        normed, stream = self.input_norm.add(x, residual)
+        normed, residual = self.post_norm.add(self.attention.forward(normed, at), stream)
+        return self._feed_forward(normed, batch), residual, stream
 
     def forward_normed(
         self, normed: Any, residual: Tensor, at: object, batch: Batch
@@ -75,11 +85,15 @@ class DecoderLayer(Module):
             batch: the step.
         """
         normed, residual = self.post_norm.add(self.attention.forward(normed, at), residual)
+        return self._feed_forward(normed, batch), residual
+
+    def _feed_forward(self, normed: Any, batch: Batch) -> Terms:
+        """Run the feed-forward module, for the tokens that this rank computes there."""
         if self._parallel is None:
-            return self.feed_forward.forward(normed, batch), residual
+            return self.feed_forward.forward(normed, batch)
         y = self.feed_forward.forward(self._parallel.leave_attention(normed, batch), batch)
         assert isinstance(y, Tensor), "the ranks' strategies take complete sums only"
-        return self._parallel.enter_attention(y, batch), residual
+        return self._parallel.enter_attention(y, batch)
 
     def fill(self, stream: Tensor, at: object, kv_slots: Tensor) -> None:
         """Store the keys and values of stream [T, hidden] in the cache, without attention.
@@ -180,12 +194,12 @@ class DecoderModel(Module):
         at = self.rope.at(positions)
         x: Terms = self.embed.forward(input_ids)
         residual: Tensor | None = None
-        streams = {}
+        streams: dict[int, Tensor] = {}
         for number, layer in enumerate(self.layers):
-            normed, streams[number] = layer.input_norm.add(x, residual)
-            x, residual = layer.forward_normed(normed, streams[number], at, batch)
-            if number not in self._feature_layers:
-                del streams[number]
+            if number in self._feature_layers:
+                x, residual, streams[number] = layer.forward_with_stream(x, residual, at, batch)
+            else:
+                x, residual = layer.forward(x, residual, at, batch)
         normed, streams[self.num_layers] = self.norm.add(x, residual)
         return torch.cat([normed, *(streams[number] for number in self._feature_layers)], dim=-1)
 

@@ -128,7 +128,7 @@ class CheckContext:
 
     def of(self, offers: type[OffersT]) -> tuple[ChosenOf[OffersT, Options], ...]:
         """Return the components chosen so far for the slot whose offers are of this class."""
-        chosen: tuple[Any, ...] = self.chosen[SLOT_OF_OFFERS[offers.__name__]]
+        chosen: tuple[Any, ...] = self.chosen.get(SLOT_OF_OFFERS[offers.__name__], ())
         return chosen
 
 

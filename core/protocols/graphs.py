@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plugin.offers import Mode
+from glowplug.core.plugin.modes import Mode
 from glowplug.core.protocols.sampling import Sampler
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.graph_pieces import DraftExtend, SplitPoints

@@ -40,6 +40,7 @@ class TokenDrafts(ABC):
         self._context = plan.sizes.context_length
         self._device = torch.device(worker.device)
         self._on_host = self._device.type == "cpu"
+        self._tokens = torch.zeros(0, 0, dtype=torch.int32, device=self._device)
 
     @abstractmethod
     def propose(self, tokens: Tensor, rows: Tensor, lengths: Tensor, shape: DraftShape) -> Tensor:
@@ -73,9 +74,11 @@ class TokenDrafts(ABC):
 
     def reserve(self, limits: Limits) -> None:
         # a row of ``limits.context`` tokens may get one more, whose cache entry is never written
-        self._tokens = torch.zeros(
-            limits.rows, limits.context + 1, dtype=torch.int32, device=self._device
-        )
+        shape = (limits.rows, limits.context + 1)
+        if self._tokens.shape == shape:  # called again, when little memory may be left
+            self._tokens.zero_()
+        else:
+            self._tokens = torch.zeros(shape, dtype=torch.int32, device=self._device)
         # ones, because no sequence is empty
         self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
         self._trees: dict[DraftShape, DraftTree | None] = {}

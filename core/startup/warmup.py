@@ -21,7 +21,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.plugin.byte_costs import ROUND_TOKENS
-from glowplug.core.plugin.offers import Mode
+from glowplug.core.plugin.modes import Mode
 from glowplug.core.protocols import RequestRouter
 from glowplug.core.step.batch import Batch, StepShape, idle_batch, shape_of
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams, Sequence

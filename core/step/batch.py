@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glowplug.core.plugin.draft_shape import DraftShape
-from glowplug.core.plugin.offers import Mode
+from glowplug.core.plugin.modes import Mode
 from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.graph_pieces import DIRECT, GraphPieces
 from glowplug.core.step.request import Sequence

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.speculation.ngram_reference import Lookup
 
 BLOCK = 512  #: positions that a program compares at a time
@@ -25,8 +26,7 @@ def parts_of(columns: int) -> int:
     Args:
         columns: Number of columns of the table of tokens.
     """
-    parts: int = triton.next_power_of_2(triton.cdiv(columns, PART_TOKENS))
-    return min(PARTS_MAX, parts)
+    return min(PARTS_MAX, next_power_of_2(cdiv(columns, PART_TOKENS)))
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def ngram_branches(tokens: Tensor, rows: Tensor, lengths: Tensor, lookup: Lookup
     if not count:
         return branches
     keys = torch.empty(count, parts, topk, dtype=torch.int64, device=tokens.device)
-    size = triton.next_power_of_2(topk)
+    size = next_power_of_2(topk)
     _search[(count, parts)](
         tokens,
         rows,
@@ -162,7 +162,7 @@ def ngram_branches(tokens: Tensor, rows: Tensor, lengths: Tensor, lookup: Lookup
         TOPK=topk,
         TOPK_SIZE=size,
         PARTS=parts,
-        KEYS_SIZE=triton.next_power_of_2(parts * topk),
-        STEPS_SIZE=triton.next_power_of_2(lookup.steps),
+        KEYS_SIZE=next_power_of_2(parts * topk),
+        STEPS_SIZE=next_power_of_2(lookup.steps),
     )
     return branches

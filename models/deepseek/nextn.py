@@ -47,8 +47,7 @@ class DeepseekNextN(Module):
             else None
         )
         self._embed = (self.own_embed or target.embed).forward
-        # in a tuple, because the target's head is not a child
-        self._heads = (self.own_head or target.head,)
+        self._logits = (self.own_head or target.head).forward
         self.enorm = RmsNorm(context, f"{self.prefix}.enorm", hidden, config.eps)
         self.hnorm = RmsNorm(context, f"{self.prefix}.hnorm", hidden, config.eps)
         self.eh_proj = Linear(
@@ -100,12 +99,14 @@ class DeepseekNextN(Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits, float32 [N, V], of hidden states [N, hidden]."""
-        return self.head.forward(hidden)
+        return self._logits(hidden)
 
     @property
     def head(self) -> LmHead:
         """The head of ``logits``; drafts may use one of fewer tokens in its place."""
-        return self._heads[0]
+        # not an attribute, because the target's head is not a part of this layer
+        head: LmHead = self._logits.__self__  # type: ignore[attr-defined]
+        return head
 
     def ignored(self, name: str) -> bool:
         """Return whether checkpoint tensor ``name`` is not loaded into this layer.

@@ -23,8 +23,10 @@ COMPLETE = "the head's folder as it was published"
 def check_head(context: CheckContext) -> Iterator[Refusal]:
     """Refuse a head of an unsupported form, or one that does not fit the target's layers."""
     head = context.facts.draft
+    if head is None:
+        return
     chosen = [one for one in context.of(SpeculativeOffers) if one.offers.eagle_head]
-    if head is None or not chosen:
+    if not chosen:
         return
     families = context.of(ModelOffers)
     if not any(head.architecture in one.offers.eagle_architectures for one in families):

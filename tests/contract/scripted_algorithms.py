@@ -253,6 +253,20 @@ class CachedPrefixForgotten(NextN):
         return super().accept(logits, hidden, batch, sampler)
 
 
+class PauseWithoutEntry(NextN):
+    """A step without drafts leaves the draft's cache without the entry of the newest token."""
+
+    def _pause(self, batch: Batch) -> Tensor:
+        return self._last[batch.row_ids[: batch.num_decodes], None]
+
+
+class SizeOfTheStepIgnored(NGram):
+    """Each step has drafts of the plan's size."""
+
+    def _shape_of(self, batch: Batch) -> DraftShape:
+        return self._shape
+
+
 class TreeTakenForChain(NGram):
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
         batch.tree = None
@@ -284,6 +298,11 @@ class SiblingsAttendedTo(NGram):
         return drafts
 
 
+#: faults that show only if the size of drafts changes
+FAULTY_IN_SIZES: dict[str, Maker] = {
+    "PauseWithoutEntry": partial(nextn, kind=PauseWithoutEntry),
+    "SizeOfTheStepIgnored": partial(ngram, kind=SizeOfTheStepIgnored),
+}
 FAULTY: dict[str, Maker] = {
     "positions": lambda limits: ngram(limits, _told(positions=lambda given: given - 1)),
     "rows of the sampler": lambda limits: ngram(limits, _told(rows=lambda given: given.flip(0))),

@@ -19,12 +19,16 @@ from glowplug.core.testing.suites.speculative import DRIVES, SpeculativeSuite
 from glowplug.plugins.speculative.ngram_runtime import NGram
 from tests.contract.scripted_algorithms import (
     FAULTY,
+    FAULTY_IN_SIZES,
     TREE,
     Maker,
     nextn,
     ngram,
     on_a_device,
 )
+
+#: sizes of drafts in steps after which the plan's follow again; the first one drafts nothing
+SMALLER = (DraftShape(), DraftShape.chain(1))
 
 
 class OnADevice(SpeculativeSuite):
@@ -33,6 +37,8 @@ class OnADevice(SpeculativeSuite):
 
 
 class TestNGram(SpeculativeSuite):
+    sizes = SMALLER
+
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return ngram(limits)
 
@@ -43,12 +49,15 @@ class TestNGramOfOneStep(SpeculativeSuite):
 
 
 class TestNGramOnADevice(OnADevice):
+    sizes = SMALLER
+
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return ngram(limits)
 
 
 class TestNGramTree(SpeculativeSuite):
     shape = TREE
+    sizes = (*SMALLER, DraftShape(2, 3, 5))
 
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return ngram(limits, topk=TREE.topk, draft_tokens=TREE.tokens)
@@ -62,17 +71,22 @@ class TestNGramTreeOnADevice(OnADevice):
 
 
 class TestNextN(SpeculativeSuite):
+    sizes = SMALLER
+
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return nextn(limits)
 
 
 class TestNextNOnADevice(OnADevice):
+    sizes = SMALLER
+
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return nextn(limits)
 
 
 class TestNextNTree(SpeculativeSuite):
     shape = DraftShape(3, 2, 5)
+    sizes = (*SMALLER, DraftShape(2, 2, 4))
 
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return nextn(limits, topk=2, draft_tokens=5)
@@ -105,6 +119,17 @@ def test_a_faulty_algorithm_is_caught(name: str) -> None:
     with pytest.raises((AssertionError, IndexError)):
         for case in DRIVES:
             suite.test_answers_follow_the_script(case)
+
+
+@pytest.mark.parametrize("name", FAULTY_IN_SIZES)
+def test_a_fault_in_steps_of_another_size_is_caught(name: str) -> None:
+    suite = Faulty(FAULTY_IN_SIZES[name])
+    suite.shape, suite.sizes = None, SMALLER
+    for case in DRIVES[:3]:
+        suite.test_answers_follow_the_script(case)
+    with pytest.raises((AssertionError, RuntimeError)):
+        for case in DRIVES[:3]:
+            suite.test_drafts_may_change_their_size(case)
 
 
 def test_a_replayed_step_has_the_sequences_that_joined() -> None:

@@ -5,11 +5,13 @@ options.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from glowplug.core.facts.machine import read_sheet
+from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import AttentionOffers, Mode
 from glowplug.core.protocols import Limits, Worker
@@ -101,6 +103,33 @@ def test_the_budget_has_the_bytes_that_are_reserved(
     assert sum(part.nbytes for part in held) + spare == lines["draft state"]
     plain = planned(given, hardware=read_sheet(sheet))
     assert "draft state" not in {line.name for line in plain.budget}
+
+
+def test_a_second_reserve_takes_no_memory(planned: Planner) -> None:
+    """The last call follows the KV pool, which has taken what was left."""
+    algorithm = make("speculative", "ngram", planned(ngram()), Worker())
+    limits = Limits(5, 60, 9, 5, 99)
+    algorithm.reserve(limits)
+    algorithm._tokens.fill_(3)
+    place = algorithm._tokens.data_ptr()
+    algorithm.reserve(replace(limits, num_pages=99))
+    assert algorithm._tokens.data_ptr() == place and not algorithm._tokens.any()
+
+
+def test_rows_that_do_not_fit_are_refused_with_fewer_rows(refused: Refuser) -> None:
+    """The tokens of all rows are a line of the budget that the refusal counts."""
+    given = {
+        "scheduler": {"max_running_requests": 60_000, "chunk_size": 64},
+        "context_length": 4096,
+    }
+    found = refused({**ngram(steps=1), **given}, hardware=small_machine())
+    (refusal,) = found.values()
+    assert "draft state" in refusal.reason
+    assert refusal.field == "scheduler.max_running_requests"
+
+
+def small_machine() -> HardwareFacts:
+    return replace(read_sheet("cpu"), cpu_memory=1 << 30)
 
 
 def test_attention_without_draft_passes_is_enough(planned: Planner) -> None:

@@ -196,7 +196,7 @@ def compare(plan: EnginePlan, engine: Engine, rank: int) -> None:
     pool = {id(t): t.nbytes for layer in runner.attention._kv for t in layer.values()}
     assert sum(pool.values()) == planned["kv cache"] == plan.sizes.kv_bytes, f"cache of rank {rank}"
     if draft is not None:
-        assert runner.speculative._page_ends.nbytes == planned["page states"]
+        assert runner.speculative._page_ends.states.nbytes == planned["page states"]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

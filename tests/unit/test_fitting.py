@@ -172,7 +172,7 @@ def test_an_engine_takes_what_is_left(
         pages * plan.sizes.page_size
     }
     if steps:
-        assert len(engine.runner.speculative._page_ends) == pages
+        assert len(engine.runner.speculative._page_ends.states) == pages
     info = engine.controls.handle(Control(1, "info")).data
     assert info["max_total_num_tokens"] == (pages - 1) * plan.sizes.page_size
     assert info["memory"]["activations"]["measured"] == info["memory"]["logits"]["served"] == 5000

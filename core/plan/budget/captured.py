@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from glowplug.core.facts.mesh import axis_size, group_share
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plan.proposal import Proposal
-from glowplug.core.plugin.offers import Mode
+from glowplug.core.plugin.modes import Mode
 from glowplug.core.plugin.slots import CAPTURED_SLOTS
 
 

@@ -11,7 +11,7 @@ from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.weight_classes import Tally
 from glowplug.core.plan.budget.counts import Counts
-from glowplug.core.plan.budget.step import RESERVED, workspace_lines
+from glowplug.core.plan.budget.step import DRAFT_STATE, RESERVED, workspace_lines
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.budget.weights import Storage, weights_by_rank
 from glowplug.core.plan.plan import BudgetLine, Decision
@@ -179,7 +179,7 @@ def _smaller(proposal: Proposal, budget: Budget) -> tuple[str, str]:
             'graphs.use = "eager"; or fewer graphs: a shorter list, a smaller graphs.max_batch, '
             "graphs.prefill = false"
         )
-    of_steps = sum(lines.get(name, 0) for name in (*STEP_OPTIONS, "sampling state"))
+    of_steps = sum(lines.get(name, 0) for name in (*STEP_OPTIONS, "sampling state", DRAFT_STATE))
     if budget.needed - of_steps - graphs - reserved < total:
         return _smaller_step(lines)
     fix = "more memory per rank: a larger machine, more ranks, or a quantized checkpoint"
@@ -191,7 +191,9 @@ def _smaller_step(lines: Mapping[str, int]) -> tuple[str, str]:
 
     ``lines``: bytes by name of the budget line.
     """
-    first, second = sorted(STEP_OPTIONS, key=lambda name: -lines.get(name, 0))
+    sizes = {name: lines.get(name, 0) for name in STEP_OPTIONS}
+    sizes["logits"] += lines.get(DRAFT_STATE, 0)  # grows with the number of rows, too
+    first, second = sorted(sizes, key=lambda name: -sizes[name])
     field = STEP_OPTIONS[first]
     return field, f"a smaller {field}, and a smaller {STEP_OPTIONS[second]}"
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence as Seq
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from glowplug.core.engine.runner import Runner
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.protocols import SpeculativeAlgorithm, Worker
 from glowplug.core.step.batch import Batch, StepResult, idle_batch
 from glowplug.core.step.messages import Abort
@@ -37,6 +40,7 @@ class ScriptedDrive:
         seed: seed of the script.
         depth: number of steps that may be in flight when the next one is scheduled.
         cached: whether requests share prefixes.
+        sizes: sizes of drafts, not larger than the plan's, that steps have in turn; (): the plan's.
     """
 
     def __init__(
@@ -47,20 +51,21 @@ class ScriptedDrive:
         seed: int = 0,
         depth: int = 1,
         cached: bool = True,
+        sizes: Seq[DraftShape] = (),
     ) -> None:
-        sizes = plan.sizes
-        assert sizes.page_size == PAGE
+        self._sizes = cycle(sizes) if sizes else None
+        self._plan = plan
+        assert plan.sizes.page_size == PAGE
         self.script = Script(seed)
-        self.target = ScriptedTarget(self.script, sizes.num_pages * PAGE)
+        self.target = ScriptedTarget(self.script, plan.sizes.num_pages * PAGE)
         self.sampler = ScriptedSampler(self.target)
-        self.table = SequenceTable(sizes.max_running, sizes.positions, PAGE)
+        self.table = SequenceTable(plan.sizes.max_running, plan.sizes.positions, PAGE)
         self.runner = self._runner(algorithm, plan)
         self.scheduler = self._scheduler(plan, "radix" if cached else "none")
         self.depth = depth
         self.seen: dict[int, Collected] = {}
         self.sequences: dict[int, Sequence] = {}
         self.counts: Counter[int] = Counter()  #: tokens that decoding rows gained per step
-        self._context = sizes.context_length
         self._inflight: deque[tuple[Batch, StepResult]] = deque()
         self._turns = 0
 
@@ -101,6 +106,7 @@ class ScriptedDrive:
             self.runner.launch(idle_batch()).wait()
         batch = self.scheduler.next_batch()
         if batch is not None:
+            self._resize(batch)
             self._inflight.append((batch, self._launch(batch)))
         if self._inflight and (batch is None or len(self._inflight) > self.depth):
             collect(self.seen, self.scheduler.commit(*self._inflight.popleft()))
@@ -125,8 +131,20 @@ class ScriptedDrive:
             ended = self.seen[id].finished
             assert ended is not None and ended.reason in ("length", "abort"), ended
             if ended.reason == "length":
-                most_tokens = min(sequence.max_length, self._context)
+                most_tokens = min(sequence.max_length, self._plan.sizes.context_length)
                 assert len(text) == most_tokens, f"request {id} ends early or late"
+
+    def _resize(self, batch: Batch) -> None:
+        """Give the decoding rows of a step drafts of the next of the sizes."""
+        if self._sizes is None or not batch.num_decodes:
+            return
+        sizes = self._plan.sizes
+        batch.draft_shape = shape = next(self._sizes)
+        rows = batch.rows[: batch.num_decodes]
+        self.table.launched[rows] -= np.int32(sizes.width - shape.tokens)
+        batch.query_lens[: len(rows)] = shape.tokens
+        most = np.int32(sizes.context_length + shape.tokens)
+        batch.kv_lens[: len(rows)] = np.minimum(self.table.launched[rows], most)
 
     def _launch(self, batch: Batch) -> StepResult:
         """Run a step and compare what its rows gain with the script."""

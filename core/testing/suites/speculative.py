@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,9 +178,11 @@ class SpeculativeSuite:
 
     Attributes:
         shape: size of the drafts of the algorithm that ``make`` returns; None: a chain.
+        sizes: smaller sizes of drafts that steps may have (``Batch.draft_shape``); (): none.
     """
 
     shape: DraftShape | None = None
+    sizes: tuple[DraftShape, ...] = ()
 
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         """Return the algorithm with its draft model (if any) built and reserved."""
@@ -255,7 +258,7 @@ class SpeculativeSuite:
     def prepare(self, drive: ScriptedDrive) -> None:
         """Change the parts of a driven run before it begins."""
 
-    def driven(self, case: DriveCase) -> ScriptedDrive:
+    def driven(self, case: DriveCase, sizes: Seq[DraftShape] = ()) -> ScriptedDrive:
         """Run requests to their end, compare every step with the script, and return the driver."""
         limits = Limits(
             rows=ROWS + 1, context=128, num_pages=case.pages, width=1, vocab=VOCAB, hidden=HIDDEN
@@ -272,7 +275,14 @@ class SpeculativeSuite:
             max_step_tokens=case.chunk + ROWS * width,
             page_size=PAGE,
         )
-        drive = ScriptedDrive(algorithm, plan, seed=case.seed, depth=case.depth, cached=case.cached)
+        drive = ScriptedDrive(
+            algorithm,
+            plan,
+            seed=case.seed,
+            depth=case.depth,
+            cached=case.cached,
+            sizes=[shape, *sizes] if sizes else (),
+        )
         self.prepare(drive)
         rng = random.Random(case.seed)
         # first a request alone, so that its chunks end where the page table ends
@@ -294,6 +304,13 @@ class SpeculativeSuite:
         assert (sum(hits) > 0) == case.cached
         if drive.runner.speculative.width() > 1:
             assert min(drive.counts) == 1 < max(drive.counts), "no draft was accepted"
+
+    @pytest.mark.parametrize("case", DRIVES[:3], ids=str)
+    def test_drafts_may_change_their_size(self, case: DriveCase) -> None:
+        if not self.sizes:
+            pytest.skip("all steps have drafts of one size")
+        drive = self.driven(case, self.sizes)
+        assert min(drive.counts) == 1 < max(drive.counts), "no draft was accepted"
 
 
 def _submit(drive: ScriptedDrive, rng: random.Random) -> None:

@@ -130,7 +130,7 @@ class TrainingEagleHead(nn.Module):
         x = taken(x, chosen)
         stream = taken(stream, chosen)
         chain: Chain = []
-        results = []
+        results: list[Tensor] = []
         for number in range(1, passes + 1):
             angles = _angles(chosen + number, frequencies)
             if results:

@@ -54,7 +54,9 @@ def register_speculative_algorithms() -> list[Component]:
             options=LinesOptions,
             factory="glowplug_lines.runtime:Lines",
             check=check_newline,
-            offers=SpeculativeOffers(adapts=True, drafts=True, reserves=token_drafts_bytes),
+            offers=SpeculativeOffers(
+                adapts=True, drafts=True, simulates=True, reserves=token_drafts_bytes
+            ),
             summary="drafts the tokens of the line above, from the present column on",
         )
     ]
