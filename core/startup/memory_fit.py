@@ -101,7 +101,7 @@ class RankMemory:
         states = sum(line.bytes for line in self.plan.budget if line.name == "page states")
         page_bytes = layout.page_bytes + states // sizes.num_pages
         pages = pages_that_fit(self.plan, measured, page_bytes, self.meter.lines)
-        # NOTE: the minimum over ranks, because schedulers that decide alike need equal pools
+        # NOTE: the minimum over ranks: schedulers that decide alike need equal pools
         agreed = int(collectives.all_gather_numbers(np.array([pages], np.int64)).min())
         self.plan = replace(self.plan, sizes=replace(sizes, num_pages=agreed))
         return measured
@@ -226,7 +226,8 @@ class RankMemory:
         splits.
         """
         shapes = runner.graphs.shapes(self.plan)
-        counts = self.plan.sizes.pass_tokens
+        sizes = self.plan.sizes
+        counts = sizes.pass_tokens
         if not shapes:
             return 0
         batch_sizes = [rows for _, rows, _ in shapes]
@@ -236,7 +237,6 @@ class RankMemory:
             self.plan.expandable_segments,
         )
         model = self.plan.facts.model
-        sizes = self.plan.sizes
         passes = mean_passes(sizes.step_shapes)
         beside = driver_bytes(
             len(shapes), model.num_layers, len(counts), passes, len(sizes.extend_tokens)
@@ -258,8 +258,7 @@ class RankMemory:
     def capturing(self) -> Iterator[None]:
         """Measure the memory that graphs take from torch and from the driver.
 
-        NOTE: all memory that the graph pool has taken from the device counts, used or not, since
-        nothing else can use it.
+        NOTE: all memory that the graph pool has taken counts, since nothing else can use it.
         """
         with self.naming("capture"):
             if self.measures:
@@ -272,7 +271,7 @@ class RankMemory:
     def test(self, runner: Runner, parallel: ParallelStack) -> None:
         """Run the self-test over the real pool.
 
-        On a device the largest steps run too, so that requests pay no first-use costs.
+        On a device the largest steps run too, to pay their first-use costs.
         """
         with self.naming("self-test"):
             warm_up(runner, self.plan, parallel.router())
