@@ -60,7 +60,7 @@ class DecoderLayer(Module):
         Returns:
             x and residual for the next layer.
         """
-        # NOTE: the second assignment frees the normed input, whose memory the rest of the layer uses
+        # NOTE: the second assignment frees the normed input, whose memory the other module reuses
         normed, residual = self.input_norm.add(x, residual)
         normed, residual = self.post_norm.add(self.attention.forward(normed, at), residual)
         return self._feed_forward(normed, batch), residual

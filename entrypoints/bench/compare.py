@@ -12,17 +12,20 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
+from glowplug.core.step.draft_counts import DraftCounts
 from glowplug.entrypoints.bench.load.backends import BACKENDS, Request
 from glowplug.entrypoints.bench.load.datasets import BenchPrompt
 from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.load import Load, drive
 from glowplug.entrypoints.bench.load.local_server import MODEL, LocalServer
 from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.drafts import acceptance, counted
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.front import event_loop
@@ -120,7 +123,7 @@ def _compare_rounds(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> di
 
     other = TransformersSide(llm.plan.facts.model.path)
     warm_up, *measured = rounds
-    _warm_up(args, llm, other, warm_up)
+    drafts = _warm_up(args, llm, other, warm_up)
     rates: dict[str, list[float]] = {}
     agreements = []
     for prompts in measured:
@@ -135,15 +138,23 @@ def _compare_rounds(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> di
         "speedup_batch1": medians["ours_batch1"] / medians["theirs_batch1"],
         "speedup_concurrent": medians["ours_concurrent"] / medians["theirs_one_by_one"],
         "equal_prefix_of_greedy_tokens": median(agreements),
+        **acceptance(drafts, counted(llm)),
         "all_rates": rates,
     }
 
 
-def _warm_up(args: argparse.Namespace, llm: LLM, other: TransformersSide, prompts: Ids) -> None:
-    """Run prompts of the measured sizes on both engines."""
+def _warm_up(
+    args: argparse.Namespace, llm: LLM, other: TransformersSide, prompts: Ids
+) -> Sequence[DraftCounts]:
+    """Run prompts of the measured sizes on both engines.
+
+    Returns:
+        Counters of this engine's drafts so far.
+    """
     _generate(llm, prompts[:1], args.output_len)
     other.generate(prompts[0], args.output_len)
     _generate(llm, prompts, args.output_len)
+    return counted(llm)
 
 
 def _measure_round(

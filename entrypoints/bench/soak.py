@@ -24,6 +24,7 @@ from glowplug.entrypoints.bench.load.soak_memory import Sample, device_scope, gr
 from glowplug.entrypoints.bench.load.soak_requests import RequestMix, WantedRequest
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
+from glowplug.entrypoints.bench.others.drafts import acceptance
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.process_memory import ProcessMemory
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
@@ -349,6 +350,7 @@ class Soak:
             "output_tokens": stats.output_tokens,
             "drafted_tokens": stats.drafted_tokens,
             "accepted_tokens": stats.accepted_tokens,
+            **acceptance((), stats.drafts),
             "pages": self._pages,
             "least_free_share": self._least_share(),
             "was_full": self._was_full(),

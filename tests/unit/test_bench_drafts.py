@@ -107,3 +107,15 @@ def test_rates_are_probabilities() -> None:
 def test_the_tokens_of_settling_steps_do_not_count() -> None:
     times = BatchTimes(2, 8, 99, 1.0, (1.0,) * 20, 99.0, (8,) * 4 + (3,) * 16)
     assert times.decode_throughput == pytest.approx(3.0)
+
+
+def test_a_soak_records_the_acceptance_of_its_run(folder: Path, tmp_path: Path) -> None:
+    result = tmp_path / "soak.json"
+    base = f"--model {folder} --device cpu --dtype float32 --set weights.use=random"
+    chain = "--speculative-algorithm NEXTN --speculative-num-steps 2"
+    words = f"{base} {chain} --minutes 0.02 --pauses 1 --context-length 128 --output-file {result}"
+    assert bench.run(parsed("soak", *words.split())) == 0
+    found = json.loads(result.read_text())
+    verified = found["draft_shapes"]["2/1/3"]
+    assert 2 * verified == found["drafted_tokens"] > 0
+    assert found["accept_length"] == pytest.approx(1 + found["accepted_tokens"] / verified)

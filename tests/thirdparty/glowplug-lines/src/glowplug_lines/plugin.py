@@ -54,7 +54,7 @@ def register_speculative_algorithms() -> list[Component]:
             options=LinesOptions,
             factory="glowplug_lines.runtime:Lines",
             check=check_newline,
-            offers=SpeculativeOffers(drafts=True, reserves=token_drafts_bytes),
+            offers=SpeculativeOffers(drafts=True, simulates=True, reserves=token_drafts_bytes),
             summary="drafts the tokens of the line above, from the present column on",
         )
     ]
