@@ -109,10 +109,9 @@ class RankMemory:
     def _reserve_buffers(self, runner: Runner, pool: KVPool) -> None:
         """Have the runner's parts allocate their buffers, and measure these by budget line."""
         planned = {line.name for line in self.plan.budget}
-        self._reserve(pool, runner.speculative)
-        self.meter.mark(DRAFT_STATE if DRAFT_STATE in planned else RUNTIME_LINE)
-        self._reserve(pool, runner.attention)
-        self.meter.mark(RESERVED if RESERVED in planned else RUNTIME_LINE)
+        for part, line in ((runner.speculative, DRAFT_STATE), (runner.attention, RESERVED)):
+            self._reserve(pool, part)
+            self.meter.mark(line if line in planned else RUNTIME_LINE)
         self._reserve(pool, runner.sampler)
         self.meter.mark("sampling state")
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
+from glowplug.core.plugin.registry import load_plugins
+from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.entrypoints.front.llm import Completion
 from glowplug.models.embedded.tasks import held_out_tasks
 from tests.e2e.cuts import CUTS
 from tests.plugins import accepting, replaying_runtime
-from tests.support.combinations import Combination, plugins
+from tests.support.combinations import Combination
 from tests.support.tiny import write_config
 
 VOCAB = 12  #: so few that an answer often continues like an earlier part of the text
@@ -149,28 +150,37 @@ def test_a_request_gains_the_same_in_any_company(folder: Path, shape: str) -> No
                 assert runner.functions.replays > runner.captured
 
 
+REPLAYED = {"graphs": {"use": "replaying", "batch_sizes": [4, 8]}}
+#: layout and further sections; the stand-in for graphs takes no overlapped steps
+LAYOUTS: dict[str, tuple[Combination, dict[str, Any]]] = {
+    "tp2": (Combination(tp=2), {}),
+    "dp2": (Combination(tp=2, dp=2), {}),
+    "dp2 in turn": (Combination(tp=2, dp=2, overlap=False), {}),
+    "tp2 replayed": (Combination(tp=2, overlap=False), REPLAYED),
+    "dp2 replayed": (Combination(tp=2, dp=2, overlap=False), REPLAYED),
+}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "layout",
-    [Combination(tp=2), Combination(tp=2, dp=2), Combination(tp=2, dp=2, overlap=False)],
-    ids=lambda one: one.name,
-)
-def test_ranks_gain_what_one_rank_gains(folder: Path, layout: Combination, shape: str) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_gain_what_one_rank_gains(folder: Path, name: str, shape: str) -> None:
+    layout, more = LAYOUTS[name]
     if layout.dp and "llama" in folder.name:
         pytest.skip("groups of ranks are for latent attention")
+    plugins = load_plugins([THREADS, "tests.plugins.replaying"], entry_points=False)
 
-    def gains(one: Combination) -> list[tuple[list[int], list[int]]]:
+    def gains(one: Combination, **sections: Any) -> list[tuple[list[int], list[int]]]:
         config = one.config(folder, memory={"kv_tokens": 2048}, weights={"use": "random"})
-        config |= {"speculative": SHAPES[shape], "context_length": 160}
+        config |= {"speculative": SHAPES[shape], "context_length": 160, **sections}
         asked = [submit(i, ids, 10 + 3 * i) for i, ids in enumerate(prompts())]
-        with RankSet(rank_plan(config, plugins()), plugins()) as ranks:
+        with RankSet(rank_plan(config, plugins), plugins) as ranks:
             ranks.run(asked)
             ranks.check_idle()
             return [
                 (ranks.collected[i].tokens, ranks.collected[i].counts) for i in range(len(asked))
             ]
 
-    assert gains(layout) == gains(Combination())
+    assert gains(layout, **more) == gains(Combination())
 
 
 COPIES = [task for task in held_out_tasks(400) if task.kind == "copy"][:16]
