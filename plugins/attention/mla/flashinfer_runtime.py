@@ -104,7 +104,7 @@ class FlashInferMla(PagedMla):
             table, lens = self._buffers.shifted(
                 graph, table, lens, batch.first_key, self._page_size
             )
-            bounds = np.maximum(bounds - np.int32(batch.first_key), 0)
+            bounds = np.maximum(bounds - batch.first_key, 0)
             self._page = 1
         pages = table.reshape(-1)
         starts = torch.arange(rows + 1, dtype=torch.int32)
