@@ -113,7 +113,7 @@ def test_the_engine_drafts_as_the_training_network_does(monkeypatch: pytest.Monk
                         break
                 accepted = 0
                 while (
-                    accepted < STEPS
+                    accepted < len(drafts)
                     and at + accepted + 1 < len(ids)
                     and ids[at + accepted + 1] == drafts[accepted]
                 ):
