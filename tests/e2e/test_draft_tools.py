@@ -77,7 +77,7 @@ def test_bench_records_every_combination(
     assert main([*command, "--start", "3"]) == 2
 
 
-def test_tune_writes_a_table_that_an_engine_takes(
+def test_f18_tune_writes_a_table_that_an_engine_takes(
     tmp_path: Path, prompts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "costs.json"

@@ -1,12 +1,13 @@
 """Failures of earlier engines with speculation, each as a test named after its number.
 
 The numbers are those of the requirements: what SGLang's ablation, documentation and pull requests
-of 2025 report. Plans are made for fact sheets of GPUs; engines run on the CPU, with graphs as
-functions.
+of 2025 report. F18 is in ``test_draft_tools.py``. Plans are made for fact sheets of GPUs; engines
+run on the CPU, with graphs as functions.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ import msgspec
 import pytest
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
+from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape
 from glowplug.core.plugin.offers import AttentionOffers, Mode
 from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.core.speculation.adaptive import AdaptivePolicy
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.cli.flags.command_line import read_command_line
 from glowplug.entrypoints.cli.flags.parser import Parser
+from tests.support.draft_simulation import fixed_speed, simulate, speed
 from tests.support.published import V3, machine_for
 from tests.support.tiny import write_config
 
@@ -247,3 +251,20 @@ def test_f17_a_prompt_waits_for_no_draft_pass(
         )
         found = ranks.run([submit(1, PROMPTS[2], 1)])
     assert len(found[1].tokens) == 1 and passes == []
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 128])
+@pytest.mark.parametrize("rate", [0.05, 0.4, 0.8])
+def test_f22_drafts_do_not_slow_a_full_batch_down(rows: int, rate: float) -> None:
+    """The times of a step are those of the V3 slice on an H200, which grow with rows and drafts."""
+    shapes = (NO_DRAFTS, DraftShape.chain(1), DraftShape.chain(3))
+    measured = ((1.40e-3, 12.2e-3), (2.72e-3, 17.3e-3), (4.76e-3, 26.8e-3))
+    costs = DraftCosts(
+        tuple(ShapeCosts(shape, (1, 128), each) for shape, each in zip(shapes, measured))
+    )
+    policy = AdaptivePolicy(shapes, costs, 128)
+    steps = simulate(policy, costs, itertools.repeat(rows, 2000), lambda _: rate)
+    best = max(fixed_speed(costs, shape, rows, rate) for shape in shapes)
+    assert speed(steps) >= 0.97 * best
+    if rate < 0.1:
+        assert best == fixed_speed(costs, NO_DRAFTS, rows, rate)
