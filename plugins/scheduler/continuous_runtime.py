@@ -122,7 +122,11 @@ class Continuous:
 
     def add(self, sequence: Sequence) -> None:
         check_size(sequence, self.rows, self.sizes.context_length)
-        if len(self.queue) + len(self.rows.running) >= self.max_rows + self.sizes.max_queued:
+        # NOTE: loads are known from the last agreement, so a group may hold more than its share for
+        # a moment; the front keeps the limit of the engine
+        alone = self.sizes.groups == 1
+        most = self.max_rows + self.sizes.max_queued if alone else self.sizes.max_admitted
+        if len(self.queue) + len(self.rows.running) >= most:
             raise QueueFull(
                 f"the queue is full: {len(self.rows.running)} sequences are running and "
                 f"{len(self.queue)} waiting"

@@ -133,4 +133,5 @@ def test_as_many_requests_as_the_engine_admits_are_never_refused(tmp_path: Path)
         prompts = [shared + ids(10 + number, 2) for number in range(16)]
         params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         done = llm.generate(prompts, params)
+        assert [one.error for one in done] == [None] * 16
         assert [one.finish_reason for one in done] == ["length"] * 16

@@ -225,12 +225,7 @@ def test_an_exported_layer_drafts_as_the_checkpoints_own(tmp_path: Path) -> None
         }
         with RankSet(rank_plan(config)) as ranks:
             collected = ranks.run([submit(1, range(5, 25), 40), submit(2, [7, 8, 9, 10], 40)])
-            stats = ranks.engines[0].scheduler.load()
-            found.append(
-                (
-                    {id: one.tokens for id, one in collected.items()},
-                    stats.drafted_tokens,
-                    stats.accepted_tokens,
-                )
-            )
-    assert found[0] == found[1] and found[0][1] > 0
+            tokens = {id: one.tokens for id, one in collected.items()}
+            found.append((tokens, {id: one.counts for id, one in collected.items()}))
+    assert found[0] == found[1]
+    assert all(len(counts) > 1 for counts in found[0][1].values())

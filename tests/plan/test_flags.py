@@ -95,8 +95,8 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
         },
     ),
     (
-        ["--speculative-algorithm", "NEXTN", "--speculative-token-map", "ids.json"],
-        {"speculative": {"use": "nextn", "draft_vocabulary": "ids.json"}},
+        ["--speculative-algorithm", "NEXTN", "--speculative-token-map", "32768"],
+        {"speculative": {"use": "nextn", "draft_vocabulary": "32768"}},
     ),
     (
         ["--speculative-algo", "EAGLE", "--speculative-draft", "d"],

@@ -138,7 +138,7 @@ def test_attention_without_draft_passes_is_enough(planned: Planner) -> None:
     offers = AttentionOffers(kinds=frozenset({"mla"}), modes=modes, first_key=True)
     plugins = with_components(attention=[component("attention", "narrow", offers)])
     attention = {"attention": {"use": "narrow"}}
-    planned({**ngram(), **attention}, plugins=plugins)
+    planned({**ngram(adaptive=False), **attention}, plugins=plugins)
 
 
 def read(line: str) -> dict[str, Any]:

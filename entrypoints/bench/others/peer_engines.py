@@ -67,16 +67,21 @@ class ComparedDrafts:
 
     def ours(self) -> list[str]:
         """Return the options of ``glowplug serve``."""
-        words = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(self.steps)]
+        words = self._fixed()
         if self.accept_length is None:
             return words
         rates = json.dumps(rates_of_length(self.accept_length))
         simulated = f"speculative.simulate_accept_rates={rates}"
         return [*words, "--set", simulated, "--set", "benchmark=true"]
 
+    def _fixed(self) -> list[str]:
+        """Return the options of drafts whose size is always that of the other engines."""
+        words = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(self.steps)]
+        return [*words, "--set", "speculative.adaptive=false"]
+
     def ours_offline(self) -> list[str]:
         """Return the options of ``glowplug bench offline``."""
-        words = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(self.steps)]
+        words = self._fixed()
         if self.accept_length is None:
             return words
         return [*words, "--simulate-accept-length", str(self.accept_length)]
