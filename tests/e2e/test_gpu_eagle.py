@@ -21,7 +21,7 @@ def test_the_embedded_models_head_is_accepted(graphs: str, drafts: dict[str, Any
     config: dict[str, Any] = {
         "device": "cuda",
         "graphs": {"use": graphs},
-        "speculative": {"use": "eagle", "steps": STEPS, **drafts},
+        "speculative": {"use": "eagle", "steps": STEPS, "adaptive": False, **drafts},
     }
     with LLM("embedded", **config) as llm:
         answers = llm.chat(CHATS, ANSWER)
