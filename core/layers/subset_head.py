@@ -26,13 +26,12 @@ class SubsetHead:
     def __init__(self, head: LmHead, quota: int) -> None:
         self._shard = head.shard
         self._collectives = head.gathers
-        self._whole = head.linear.dense()
-        self._rows = torch.empty(
-            quota, self._whole.shape[1], dtype=self._whole.dtype, device=self._whole.device
-        )
-        self._bias = torch.zeros(quota, device=self._whole.device)
+        self._linear = head.linear
+        whole = head.linear.dense()
+        self._rows = whole.new_empty(quota, whole.shape[1])
+        self._bias = torch.zeros(quota, device=whole.device)
         count = quota * self._shard.parts
-        self.ids = torch.zeros(count, dtype=torch.int64, device=self._whole.device)
+        self.ids = torch.zeros(count, dtype=torch.int64, device=whole.device)
         self.quota = quota
 
     def choose(self, ids: Tensor) -> None:
@@ -45,8 +44,10 @@ class SubsetHead:
         known = ids >= 0
         self.ids.copy_(ids.clamp(min=0).view(-1))
         own = self._shard.start // -(-self._shard.full // self._shard.parts)
-        local = (ids[own] - self._shard.start).clamp(min=0, max=len(self._whole) - 1)
-        torch.index_select(self._whole, 0, local, out=self._rows)
+        # NOTE: a quantised weight is dequantised here, and not kept
+        whole = self._linear.dense()
+        local = (ids[own] - self._shard.start).clamp(min=0, max=len(whole) - 1)
+        torch.index_select(whole, 0, local, out=self._rows)
         self._bias.copy_(torch.zeros_like(self._bias).masked_fill_(~known[own], float("-inf")))
 
     def forward(self, hidden: Tensor) -> Tensor:

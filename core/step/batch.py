@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 
+#: key of ``Batch.extra`` for the hidden states that a draft model continues, [T, hidden]
+PREVIOUS_HIDDEN = "previous_hidden"
+
+
 @dataclass(eq=False)
 class Batch:
     """The input of one step.

@@ -15,12 +15,9 @@ from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.protocols.build_context import BuildContext
-from glowplug.core.step.batch import Batch
+from glowplug.core.step.batch import PREVIOUS_HIDDEN, Batch
 from glowplug.models.deepseek.config import DeepseekConfig
 from glowplug.models.deepseek.layers import deepseek_layer, deepseek_rope
-
-#: key of ``Batch.extra`` for the target's normed hidden states, [T, hidden]
-PREVIOUS_HIDDEN = "previous_hidden"
 
 
 class DeepseekNextN(Module):

@@ -24,11 +24,8 @@ from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.layers.rope import Rope
 from glowplug.core.protocols import WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
-from glowplug.core.step.batch import Batch
+from glowplug.core.step.batch import PREVIOUS_HIDDEN, Batch
 from glowplug.models.eagle.config import OFFSETS, TARGET_MASK, EagleConfig
-
-#: key of ``Batch.extra`` for the states that the head continues, [T, hidden]
-PREVIOUS_HIDDEN = "previous_hidden"
 
 #: function of (context, name, size of the attention's input) -> the head's attention
 AttentionOf = Callable[[BuildContext, str, int], MlaAttention | MhaAttention]

@@ -18,7 +18,7 @@ from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.speculation.tree_growth import Growth, first_growth, grown_tree, next_growth
 from glowplug.core.speculation.verify import verify
 from glowplug.core.speculation.verify_host import verify_chain_host
-from glowplug.core.step.batch import Accepted, Batch
+from glowplug.core.step.batch import PREVIOUS_HIDDEN, Accepted, Batch
 from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.graph_pieces import DIRECT, ExtendWork
 from glowplug.core.step.to_device import send
@@ -38,9 +38,6 @@ from glowplug.plugins.speculative.host_chain import (
     uncached_tokens_host,
 )
 from glowplug.plugins.speculative.page_ends import PageEnds
-
-#: key in ``Batch.extra`` of the hidden states that a draft model continues
-PREVIOUS_HIDDEN = "previous_hidden"
 
 
 class ModelDrafts:

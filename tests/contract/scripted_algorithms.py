@@ -19,13 +19,12 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.speculative_options import SpeculativeOptions
 from glowplug.core.protocols import Limits, Sampled, Sampler, SpeculativeAlgorithm, Worker
-from glowplug.core.step.batch import Accepted, Batch
+from glowplug.core.step.batch import PREVIOUS_HIDDEN, Accepted, Batch
 from glowplug.core.step.graph_pieces import DraftExtend
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.scripted_draft import ScriptedDraft
 from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
 from glowplug.core.testing.harness.scripted_target import PAGE
-from glowplug.plugins.speculative.model_drafts import PREVIOUS_HIDDEN
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import NextN
 from glowplug.plugins.speculative.ngram import NGramOptions

@@ -25,7 +25,7 @@ from glowplug.core.speculation.verify import (
     chain_before,
     verify,
 )
-from glowplug.core.step.batch import Accepted, Batch, StepShape
+from glowplug.core.step.batch import PREVIOUS_HIDDEN, Accepted, Batch, StepShape
 from glowplug.core.step.graph_pieces import DraftExtend
 from glowplug.core.step.to_device import kv_slots_at
 from glowplug.core.testing.harness.plans import bare_plan
@@ -43,7 +43,6 @@ from glowplug.plugins.speculative.drafting import (
     next_draft_batch,
     uncached_tokens,
 )
-from glowplug.plugins.speculative.model_drafts import PREVIOUS_HIDDEN
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import NextN
 from tests.support.tiny import write_config

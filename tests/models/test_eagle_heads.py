@@ -15,6 +15,7 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import read_folder
 from glowplug.core.layers.decoder import DecoderModel
 from glowplug.core.startup.load_weights import load_model
+from glowplug.core.step.batch import PREVIOUS_HIDDEN
 from glowplug.core.testing.harness.build import (
     DictSource,
     Stepper,
@@ -24,7 +25,7 @@ from glowplug.core.testing.harness.build import (
     plan_for,
 )
 from glowplug.models.eagle.config import EagleConfig
-from glowplug.models.eagle.head import PREVIOUS_HIDDEN, EagleHead
+from glowplug.models.eagle.head import EagleHead
 from tests.models.test_parity_deepseek import V3
 from tests.support.eagle import (
     DEEPSEEK_3,

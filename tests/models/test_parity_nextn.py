@@ -14,8 +14,9 @@ from torch import Tensor
 from glowplug.core.facts.model_facts import TensorFact
 from glowplug.core.layers.decoder import DecoderModel
 from glowplug.core.startup.load_weights import load_model
+from glowplug.core.step.batch import PREVIOUS_HIDDEN
 from glowplug.core.testing.harness.build import DictSource, Stepper, build_context, build_model
-from glowplug.models.deepseek.nextn import PREVIOUS_HIDDEN, DeepseekNextN
+from glowplug.models.deepseek.nextn import DeepseekNextN
 from tests.models.test_parity_deepseek import V3
 from tests.support.parity import TOLERANCE, YARN, Reference, write
 

@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.protocols import Limits, Sampled, WeightTarget
+from glowplug.core.protocols import Sampled, WeightTarget
 from glowplug.core.step.batch import Batch
-from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.prefix_hash import EMPTY_HASH, extend
+from glowplug.core.testing.harness.stateless_sampler import StatelessSampler
 
 VOCAB = 23
 HIDDEN = 8
@@ -229,8 +229,8 @@ def _paths(batch: Batch, place: int, count: int) -> list[list[int]]:
     return [[bit for bit in range(count) if mask >> bit & 1] for mask in masks]
 
 
-class ScriptedSampler:
-    """A ``Sampler`` that takes the script's token, and checks what it is told about each token.
+class ScriptedSampler(StatelessSampler):
+    """A ``Sampler`` that takes the script's token, and checks its arguments for each token.
 
     Attributes:
         observed: row -> the tokens counted since the last step.
@@ -239,25 +239,6 @@ class ScriptedSampler:
     def __init__(self, target: ScriptedTarget) -> None:
         self._target = target
         self.observed: dict[int, list[int]] = {}
-
-    def reserve(self, limits: Limits) -> None:
-        return
-
-    def join(
-        self,
-        row: int,
-        params: SamplingParams,
-        tokens: NDArray[np.int32],
-        prompt_len: int,
-        stop_ids: frozenset[int],
-    ) -> None:
-        return
-
-    def leave(self, row: int) -> None:
-        return
-
-    def plan_step(self, batch: Batch) -> None:
-        return
 
     def capture_key(self) -> str | None:
         return "scripted"
@@ -275,8 +256,8 @@ class ScriptedSampler:
         ):
             assert row == node.row, f"a token of row {node.row} is drawn for row {row}"
             assert position == len(node.text), "a token is drawn with the noise of another position"
-            told = sorted(token for token in drafts if token >= 0)
-            assert told == sorted(node.drafts), f"drafts ahead are {node.drafts}, not {told}"
+            given = sorted(token for token in drafts if token >= 0)
+            assert given == sorted(node.drafts), f"drafts ahead are {node.drafts}, not {given}"
         return Sampled(logits.argmax(-1), torch.zeros(count, dtype=torch.bool))
 
     def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:

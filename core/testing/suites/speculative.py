@@ -16,11 +16,11 @@ from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Sampled, SpeculativeAlgorithm
 from glowplug.core.step.batch import Accepted, Batch
-from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.drive import sequence
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
 from glowplug.core.testing.harness.scripted_target import HIDDEN, PAGE, VOCAB
+from glowplug.core.testing.harness.stateless_sampler import StatelessSampler
 
 ROWS = 8
 REQUESTS = 24  #: requests of a driven run
@@ -59,30 +59,11 @@ DRIVES = (
 )
 
 
-class Greedy:
+class Greedy(StatelessSampler):
     """A ``Sampler`` that takes the most likely token and counts the observed tokens."""
 
     def __init__(self) -> None:
         self.observed = 0
-
-    def reserve(self, limits: Limits) -> None:
-        return
-
-    def join(
-        self,
-        row: int,
-        params: SamplingParams,
-        tokens: NDArray[np.int32],
-        prompt_len: int,
-        stop_ids: frozenset[int],
-    ) -> None:
-        return
-
-    def leave(self, row: int) -> None:
-        return
-
-    def plan_step(self, batch: Batch) -> None:
-        return
 
     def capture_key(self) -> str | None:
         return "greedy"
