@@ -94,6 +94,9 @@ class Proposal:
         values: decided values that checks and the byte budget read.
         chosen: components chosen so far by slot; every slot is a key.
         trial: the trial of candidates in progress; None outside of trials.
+        draft: the proposal of a draft that is a whole model (``plan.draft_model``); None if there
+            is none.
+        drafts: this is the proposal of such a draft, as its own model.
     """
 
     plugins: PluginSet
@@ -108,6 +111,8 @@ class Proposal:
         default_factory=lambda: {slot.name: () for slot in SLOTS}
     )
     trial: Trial | None = None
+    draft: Proposal | None = None
+    drafts: bool = False
 
     model = FirstOf(ModelOffers, Options)
     weights = FirstOf(WeightOffers, WeightOptions)
