@@ -157,6 +157,11 @@ class Proposal:
         return Decision(path, value, by, why)
 
     @property
+    def models(self) -> tuple[Proposal, ...]:
+        """This proposal, and that of the draft if the draft is a whole model."""
+        return (self,) if self.draft is None else (self, self.draft)
+
+    @property
     def exchanges(self) -> bool:
         """Ranks exchange tokens, so the number of tokens in a layer differs between steps."""
         if self.values.ranks == 1:

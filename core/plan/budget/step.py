@@ -157,12 +157,11 @@ def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
     how = f"a step of {step_tokens} tokens"
     if groups > 1:
         how += f", {gathered} of {groups} groups in the feed-forward layers"
-    models = [proposal] if proposal.draft is None else [proposal, proposal.draft]
     if proposal.values.device == "cuda":
         step = _largest_step(proposal, counts, gathered)
-        size = max(LayerBytes(one).with_features(step, features_of(one)) for one in models)
+        size = max(LayerBytes(one).with_features(step, features_of(one)) for one in proposal.models)
     else:
-        size = max(_on_host(one, step_tokens, gathered) for one in models)
+        size = max(_on_host(one, step_tokens, gathered) for one in proposal.models)
     return BudgetLine("activations", size, how)
 
 
