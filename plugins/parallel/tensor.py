@@ -13,7 +13,7 @@ from glowplug.core.facts.splits import fitting_sizes, uneven
 from glowplug.core.facts.weight_classes import KV_HEADS, TIED, VOCAB
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.plugin.offers import ParallelOffers, QuantizationOffers
+from glowplug.core.plugin.offers import ParallelOffers, QuantizationOffers, SpeculativeOffers
 from glowplug.core.plugin.options import ParallelOptions, QuantizationOptions
 
 NAME = "tensor"
@@ -26,7 +26,10 @@ class TensorOptions(ParallelOptions):
 
 
 def check_tensor(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse numbers of ranks that do not divide every split dimension of model and draft."""
+    """Refuse numbers of ranks that do not divide every split dimension of model and draft.
+
+    A draft that is a whole model has a plan of its own, in which it is the model.
+    """
     mesh = context.values.mesh
     if mesh.get("tp", 1) == 1:
         return
@@ -49,8 +52,9 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
     )
     block = kept_block(context)
     refused: set[str] = set()
+    own_plan = any(chosen.offers.whole_model for chosen in context.of(SpeculativeOffers))
     for model in (context.facts.model, context.facts.draft):
-        if model is None:
+        if model is None or (own_plan and model is context.facts.draft):
             continue
         try:
             found = uneven(model, mesh, block)
