@@ -9,6 +9,7 @@ from pydantic import Field
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.layer_sizes import SplitDimension
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.splits import fitting_sizes, uneven
 from glowplug.core.facts.weight_classes import KV_HEADS, TIED, VOCAB
 from glowplug.core.plugin.component import CheckContext, Component
@@ -26,10 +27,7 @@ class TensorOptions(ParallelOptions):
 
 
 def check_tensor(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse numbers of ranks that do not divide every split dimension of model and draft.
-
-    A draft that is a whole model has a plan of its own, in which it is the model.
-    """
+    """Refuse numbers of ranks that do not divide every split dimension of model and draft."""
     mesh = context.values.mesh
     if mesh.get("tp", 1) == 1:
         return
@@ -52,10 +50,7 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
     )
     block = kept_block(context)
     refused: set[str] = set()
-    own_plan = any(chosen.offers.whole_model for chosen in context.of(SpeculativeOffers))
-    for model in (context.facts.model, context.facts.draft):
-        if model is None or (own_plan and model is context.facts.draft):
-            continue
+    for model in _split_models(context):
         try:
             found = uneven(model, mesh, block)
         except ValueError:
@@ -70,6 +65,16 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
                 if reason not in refused
             )
             refused.update(reasons)
+
+
+def _split_models(context: CheckContext) -> list[ModelFacts]:
+    """Return the facts of the model and of its draft.
+
+    A draft that is a whole model is left out: it is checked as a model of its own.
+    """
+    draft = context.facts.draft
+    whole = any(chosen.offers.whole_model for chosen in context.of(SpeculativeOffers))
+    return [context.facts.model] + ([] if draft is None or whole else [draft])
 
 
 def kept_block(context: CheckContext) -> int:
