@@ -19,6 +19,7 @@ from glowplug.core.engine.engine import Engine, RankClock
 from glowplug.core.engine.profiling import Profiler, step_phases
 from glowplug.core.engine.runner import Runner
 from glowplug.core.engine.stalls import StallWatch
+from glowplug.core.engine.stream_probe import StreamProbe
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.facts.model_facts import ModelFacts
@@ -213,6 +214,9 @@ class RankBuilder:
             "info": lambda args: self.info(parallel),
             "forget_load": lambda args: forget_load(parallel),
             "check": lambda args: dict(scheduler.check()),
+            "streams": StreamProbe(
+                runner, scheduler, self.plan, self.worker.rank == 0, parallel.router() is not None
+            ),
             "memory": lambda args: dict(memory_now(self.memory.gauge)),
             "profile_start": profiler.start,
             "profile_stop": profiler.stop,
