@@ -40,4 +40,4 @@ def mcnemar(first_only: int, second_only: int) -> float:
     count = first_only + second_only
     smaller = min(first_only, second_only)
     tail = sum(math.comb(count, k) for k in range(smaller + 1))
-    return min(1.0, tail / 2.0 ** (count - 1))
+    return min(1.0, 2 * tail / (1 << count))
