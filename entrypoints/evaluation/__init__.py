@@ -38,6 +38,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evaluate(task: Task, program: str, args: argparse.Namespace) -> int:
-    from glowplug.entrypoints.evaluation.run import evaluate
+    from glowplug.entrypoints.evaluation.evaluate import evaluate
 
     return evaluate(task, program, args)

@@ -96,6 +96,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--show", type=int, default=5, metavar="N", help="wrong answers to print; default: 5"
     )
+    output.add_argument(
+        "--min-accuracy",
+        type=float,
+        metavar="SHARE",
+        help="exit with 1 if the accuracy (of either engine) is below this share, 0 to 1",
+    )
     output.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
     add_engine_options(parser)
 

@@ -38,8 +38,8 @@ def evaluate(task: Task, program: str, args: argparse.Namespace) -> int:
         args: options of the command.
 
     Returns:
-        0 if every question was answered, whatever the accuracy; 1 if some failed; 2 if the run
-        could not start; 130 if it was interrupted.
+        0 if every question was answered, with at least the accuracy of ``--min-accuracy``; 1 if
+        not; 2 if the run could not start; 130 if it was interrupted.
     """
     try:
         engine = engine_of(args)
@@ -144,4 +144,6 @@ def _finish(args: argparse.Namespace, results: Sequence[Record]) -> int:
         write_json(args.output_file, document)
     if any(one["interrupted"] for one in results):
         return SECOND_SIGNAL
-    return FAILED if any(one["failed"] for one in results) else OK
+    least = args.min_accuracy or 0.0
+    bad = any(one["failed"] or one["accuracy"] < least for one in results)
+    return FAILED if bad else OK
