@@ -1,4 +1,4 @@
-"""A small OpenAI server with given answers, and question files, for the tests of ``glowplug eval``."""
+"""A small OpenAI server with given answers, and question files, to test ``glowplug eval``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """lm_eval against a server, and the same log-probabilities directly from the engine.
 
-``python -m tests.support.lm_eval_run --output docs/benchmarks/lm-eval.json`` records a run. It needs
-``pip install lm_eval[api]``.
+``python -m tests.support.lm_eval_run --output docs/benchmarks/lm-eval.json`` records a run; lm_eval
+must be installed (``pip install lm_eval[api]``).
 """
 
 from __future__ import annotations
