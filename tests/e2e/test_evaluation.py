@@ -20,6 +20,7 @@ from glowplug.entrypoints.evaluation.questions import Question
 from glowplug.entrypoints.evaluation.statistics import mcnemar, wilson
 from glowplug.models.embedded.tasks import Task, held_out_tasks, is_correct
 from tests.support.evaluation import Reply, chat, completion, scripted, write_gsm8k, write_mmlu
+from tests.support.waiting import LIMIT
 
 LAST = re.compile(r"Question: (\w+) has (\d+) boxes with (\d+) pens each[^\n]*\nAnswer:$")
 
@@ -242,7 +243,7 @@ def test_an_interrupted_run_keeps_its_answers(tmp_path: Path) -> None:
     def answer(body: dict[str, Any]) -> Reply:
         if len(server.bodies) > 6:
             os.kill(os.getpid(), signal.SIGINT)
-            released.wait(10)
+            released.wait(LIMIT)
         return completion(solved(body))
 
     with scripted(answer) as server:
