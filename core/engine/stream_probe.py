@@ -116,13 +116,11 @@ class StreamProbe:
         """Yield the streams and the logits of each of the sequences ``ids`` [n, tokens]."""
         length = ids.shape[1]
         prompt = length - decodes
-        columns = -(-length // self._plan.sizes.page_size)
-        pages = 1 + np.arange(ids.shape[0] * columns, dtype=np.int32).reshape(-1, columns)
+        one = self._runner.speculative.width() == 1
+        pages = first_pages(len(ids), length, self._plan.sizes.page_size)
         steps = [self._step(pages, ids[:, :prompt], prompt, decode=False)]
-        steps += [
-            self._step(pages, ids[:, end - 1 : end], end, self._runner.speculative.width() == 1)
-            for end in range(prompt + 1, length + 1)
-        ]
+        for end in range(prompt + 1, length + 1):
+            steps.append(self._step(pages, ids[:, end - 1 : end], end, decode=one))
         for row in range(len(ids)):
             streams, logits = (torch.cat([step[part][row] for step in steps]) for part in (0, 1))
             yield streams.numpy(), logits.numpy()
@@ -144,6 +142,12 @@ class StreamProbe:
             streams = found[:, hidden:].float().cpu()
         count, tokens = ids.shape
         return streams.view(count, tokens, -1, hidden), logits.view(count, tokens, -1)
+
+
+def first_pages(rows: int, length: int, page_size: int) -> NDArray[np.int32]:
+    """Return page numbers for rows of ``length`` tokens, from page 1 on: int32 [rows, pages]."""
+    columns = -(-length // page_size)
+    return 1 + np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
 
 
 def step_of(

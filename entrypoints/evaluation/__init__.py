@@ -10,9 +10,9 @@ from functools import partial
 
 from glowplug.entrypoints.cli.usage import without_command
 from glowplug.entrypoints.evaluation import golden, gsm8k, mmlu, options, tasks
-from glowplug.entrypoints.evaluation.questions import Task
+from glowplug.entrypoints.evaluation.questions import EvalTask
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, EvalTask] = {
     task.name: task for task in (gsm8k.TASK, mmlu.TASK, tasks.TASK, golden.TASK)
 }
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _evaluate(task: Task, program: str, args: argparse.Namespace) -> int:
+def _evaluate(task: EvalTask, program: str, args: argparse.Namespace) -> int:
     from glowplug.entrypoints.evaluation.evaluate import evaluate
 
     return evaluate(task, program, args)

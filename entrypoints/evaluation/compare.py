@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -53,27 +54,34 @@ def compared(first: Record, second: Record) -> Record:
     """
     others = {one["name"]: one for one in second["questions"]}
     pairs = [(one, others[one["name"]]) for one in first["questions"] if one["name"] in others]
-    first_only = sum(a["correct"] and not b["correct"] for a, b in pairs)
-    second_only = sum(b["correct"] and not a["correct"] for a, b in pairs)
+    counts = Counter((a["correct"], b["correct"]) for a, b in pairs)
+    first_only = counts[True, False]
+    second_only = counts[False, True]
     count = len(pairs)
     return {
         "compared": count,
-        "both": sum(a["correct"] and b["correct"] for a, b in pairs),
+        "both": counts[True, True],
         "first_only": first_only,
         "second_only": second_only,
-        "neither": sum(not a["correct"] and not b["correct"] for a, b in pairs),
+        "neither": counts[False, False],
         "same_text": sum(a["text"] == b["text"] for a, b in pairs),
         "difference": (second_only - first_only) / count if count else 0.0,
         "p_value": mcnemar(first_only, second_only),
-        "disagreements": [
-            {
-                "name": a["name"],
-                "expected": a["expected"],
-                "right": "first" if a["correct"] else "second",
-                "first": a["value"] if a["value"] is not None else f"({a['invalid']})",
-                "second": b["value"] if b["value"] is not None else f"({b['invalid']})",
-            }
-            for a, b in pairs
-            if a["correct"] != b["correct"]
-        ],
+        "disagreements": [_disagreement(a, b) for a, b in pairs if a["correct"] != b["correct"]],
     }
+
+
+def _disagreement(first: Record, second: Record) -> Record:
+    """Return the answers of both engines to a question that one of them answers rightly."""
+    return {
+        "name": first["name"],
+        "expected": first["expected"],
+        "right": "first" if first["correct"] else "second",
+        "first": _value(first),
+        "second": _value(second),
+    }
+
+
+def _value(one: Record) -> str:
+    """Return the value of an answer, or the reason why it has none in parentheses."""
+    return f"({one['invalid']})" if one["value"] is None else str(one["value"])

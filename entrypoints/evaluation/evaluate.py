@@ -23,13 +23,13 @@ from glowplug.entrypoints.evaluation.options import (
     engine_of,
     without_version,
 )
-from glowplug.entrypoints.evaluation.questions import Answer, Question, Task
+from glowplug.entrypoints.evaluation.questions import Answer, EvalTask, Question
 from glowplug.entrypoints.evaluation.result import Record, result
 from glowplug.entrypoints.evaluation.server import ServerAnswers
 from glowplug.entrypoints.evaluation.show import comparison_text, result_text
 
 
-def evaluate(task: Task, program: str, args: argparse.Namespace) -> int:
+def evaluate(task: EvalTask, program: str, args: argparse.Namespace) -> int:
     """Put a task's questions to the engines, print and write the result; return the exit code.
 
     Args:
@@ -105,7 +105,7 @@ def _is_result(path: Path) -> bool:
 
 
 def _answered(
-    task: Task, args: argparse.Namespace, questions: Sequence[Question], engine: Engine
+    task: EvalTask, args: argparse.Namespace, questions: Sequence[Question], engine: Engine
 ) -> Record:
     """Put all questions to one engine and return the result, complete or interrupted."""
     settings = {**task.describe(args), "parallel": args.parallel}

@@ -16,10 +16,10 @@ import orjson
 
 from glowplug.entrypoints.evaluation.files import checked, read_bytes
 from glowplug.entrypoints.evaluation.questions import (
+    EvalTask,
     Grade,
     Options,
     Question,
-    Task,
     add_answer_options,
     without_reasoning,
 )
@@ -40,7 +40,7 @@ def configure(group: Any) -> None:
     group.add_argument(
         "--thinking",
         action="store_true",
-        help="ask with `thinking` and `enable_thinking` in the chat template",
+        help="set `thinking` and `enable_thinking` in the chat template",
     )
     add_answer_options(group, 2048)
 
@@ -125,7 +125,7 @@ def describe(args: Options) -> dict[str, Any]:
     }
 
 
-TASK = Task(
+TASK = EvalTask(
     "golden",
     "prompts whose answers show a damaged or imprecise model, and a file of such answers",
     configure,

@@ -14,10 +14,10 @@ from typing import Any
 
 from glowplug.entrypoints.evaluation.files import read_lines
 from glowplug.entrypoints.evaluation.questions import (
+    EvalTask,
     Grade,
     Options,
     Question,
-    Task,
     add_answer_options,
     not_negative,
     positive,
@@ -124,7 +124,7 @@ def describe(args: Options) -> dict[str, Any]:
     }
 
 
-TASK = Task(
+TASK = EvalTask(
     "gsm8k",
     "grade-school mathematics with worked examples (bench_gsm8k)",
     configure,

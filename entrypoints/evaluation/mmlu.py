@@ -15,10 +15,10 @@ from typing import Any
 
 from glowplug.entrypoints.evaluation.files import read_bytes
 from glowplug.entrypoints.evaluation.questions import (
+    EvalTask,
     Grade,
     Options,
     Question,
-    Task,
     add_answer_options,
     not_negative,
     positive,
@@ -154,7 +154,7 @@ def describe(args: Options) -> dict[str, Any]:
     }
 
 
-TASK = Task(
+TASK = EvalTask(
     "mmlu",
     "questions with four choices on many subjects",
     configure,

@@ -69,7 +69,7 @@ Options = argparse.Namespace
 
 
 @dataclass(frozen=True)
-class Task:
+class EvalTask:
     """A set of questions with the rules of their grading.
 
     Attributes:

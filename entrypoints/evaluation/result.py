@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glowplug import __version__
-from glowplug.entrypoints.evaluation.questions import Answer, Question, Task
+from glowplug.entrypoints.evaluation.questions import Answer, EvalTask, Question
 from glowplug.entrypoints.evaluation.statistics import CONFIDENCE, wilson
 
 SCHEMA_VERSION = 1
@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 Record = dict[str, Any]
 
 
-def graded(task: Task, question: Question, answer: Answer) -> Record:
+def graded(task: EvalTask, question: Question, answer: Answer) -> Record:
     """Return the record of one answered question.
 
     An answer without a value is invalid: it counts as wrong, with its reason.
@@ -61,7 +61,7 @@ def summary(records: Sequence[Record]) -> Record:
 
 
 def result(
-    task: Task,
+    task: EvalTask,
     settings: Mapping[str, Any],
     questions: Sequence[Question],
     answers: Mapping[int, Answer],
@@ -79,7 +79,6 @@ def result(
         seconds: duration of the run.
     """
     records = [graded(task, questions[index], answers[index]) for index in sorted(answers)]
-    tokens = sum(one["output_tokens"] for one in records)
     groups = sorted({group for one in records for group in one["groups"]})
     return {
         "schema_version": SCHEMA_VERSION,
@@ -94,18 +93,25 @@ def result(
         "interrupted": len(answers) < len(questions),
         "confidence": CONFIDENCE,
         **summary(records),
-        "failed": sum(one["failed"] for one in records),
-        "latency": seconds,
-        "mean_question_latency": (
-            sum(one["seconds"] for one in records) / len(records) if records else 0.0
-        ),
-        "output_tokens": tokens,
-        "output_throughput": tokens / seconds if seconds else 0.0,
+        **speed(records, seconds),
         "groups": {
             group: summary([one for one in records if group in one["groups"]]) for group in groups
         },
         "reasons": dict(Counter(one["invalid"] for one in records if one["invalid"]).most_common()),
         "questions": records,
+    }
+
+
+def speed(records: Sequence[Record], seconds: float) -> Record:
+    """Return latency and throughput of a run of ``seconds``, and the number of failed requests."""
+    tokens = sum(one["output_tokens"] for one in records)
+    times = [one["seconds"] for one in records]
+    return {
+        "failed": sum(one["failed"] for one in records),
+        "latency": seconds,
+        "mean_question_latency": sum(times) / len(times) if times else 0.0,
+        "output_tokens": tokens,
+        "output_throughput": tokens / seconds if seconds else 0.0,
     }
 
 

@@ -11,11 +11,9 @@ SHOWN_CHARACTERS = 60  #: most characters of a value in a table
 
 def result_text(result: Record, show: int) -> str:
     """Return a result as text, with at most ``show`` wrong answers."""
-    groups = result["groups"] if len(result["groups"]) > 1 else {}
-    rows = [_row("all", result), *(_row(name, one) for name, one in groups.items())]
     lines = [
         f"{result['task']}: {result['engine']}, model {result['model']}",
-        table(COLUMNS, rows),
+        _accuracies(result),
         f"Latency: {result['latency']:.3f} s, mean of a question: "
         f"{result['mean_question_latency']:.3f} s",
         f"Output throughput: {result['output_throughput']:.3f} token/s "
@@ -28,9 +26,21 @@ def result_text(result: Record, show: int) -> str:
         lines.append(f"Invalid: {count} x {shortened(reason, 4 * SHOWN_CHARACTERS)}")
     wrong = [one for one in result["questions"] if not one["correct"] and not one["invalid"]]
     if wrong and show > 0:
-        rows = [[one["name"], shortened(one["expected"]), _value(one)] for one in wrong[:show]]
-        lines += [f"Wrong: {len(wrong)}", table(("question", "expected", "answer"), rows)]
+        lines += [f"Wrong: {len(wrong)}", _wrong_answers(wrong[:show])]
     return "\n".join(lines)
+
+
+def _accuracies(result: Record) -> str:
+    """Return the table of the accuracies, of all questions and of each group."""
+    groups = result["groups"] if len(result["groups"]) > 1 else {}
+    rows = [_row("all", result), *(_row(name, one) for name, one in groups.items())]
+    return table(COLUMNS, rows)
+
+
+def _wrong_answers(wrong: list[Record]) -> str:
+    """Return the table of some wrong answers."""
+    rows = [[one["name"], shortened(one["expected"]), shortened(one["value"])] for one in wrong]
+    return table(("question", "expected", "answer"), rows)
 
 
 def comparison_text(comparison: Record, first: str, second: str) -> str:
@@ -70,10 +80,6 @@ def _row(name: str, one: Record) -> list[object]:
         one["invalid"],
         one["invalid_rate"],
     ]
-
-
-def _value(one: Record) -> str:
-    return shortened(str(one["value"]))
 
 
 def shortened(text: str, most: int = SHOWN_CHARACTERS) -> str:

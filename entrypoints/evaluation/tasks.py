@@ -14,10 +14,10 @@ from typing import Any
 from glowplug.core.facts.model_folder import embedded_path
 from glowplug.entrypoints.evaluation.files import read_lines
 from glowplug.entrypoints.evaluation.questions import (
+    EvalTask,
     Grade,
     Options,
     Question,
-    Task,
     add_answer_options,
     positive,
     without_reasoning,
@@ -94,7 +94,7 @@ def describe(args: Options) -> dict[str, Any]:
     }
 
 
-TASK = Task(
+TASK = EvalTask(
     "tasks",
     "chat questions with one exact answer; default: the embedded model's held-out tasks",
     configure,

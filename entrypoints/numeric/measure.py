@@ -146,26 +146,32 @@ def _run_engine(config: Mapping[str, Any], texts: Sequence[str]) -> EngineRun:
     """Generate from the prompts as a server would, then compute the streams of the same tokens."""
     with LLM(**config) as llm:
         prompts = _prompts(llm.plan, llm.tokenizer, texts)
-        params = SamplingParams(
-            temperature=0.0, max_tokens=DECODED_TOKENS + 1, ignore_eos=True, logprobs=1
-        )
-        done = llm.generate(prompts, params)
-        ids = [prompt + one.token_ids[:-1] for prompt, one in zip(prompts, done, strict=True)]
+        tokens, served = _generated(llm, prompts)
+        ids = np.concatenate([np.array(prompts), tokens[:, :-1]], axis=1)
         llm.control("flush")
-        found = llm.control("streams", ids=ids, decodes=DECODED_TOKENS)
+        found = llm.control("streams", ids=ids.tolist(), decodes=DECODED_TOKENS)
         plan = llm.plan
     model = plan.facts.model
-    shape = (len(ids), len(ids[0]))
-    served = [one.logprobs.token for one in done if one.logprobs is not None]
+    shape = ids.shape
     return EngineRun(
         plan=plan,
-        ids=np.array(ids, np.int32),
-        served=torch.tensor(served),
-        last=torch.tensor([one.token_ids[-1] for one in done]),
+        ids=ids.astype(np.int32),
+        served=served,
+        last=torch.from_numpy(tokens[:, -1]),
         streams=_tensor(found["streams"]).view(*shape, model.num_layers + 1, model.hidden_size),
         logits=_tensor(found["logits"]).view(*shape, -1),
         formats=tuple(found["formats"]),
     )
+
+
+def _generated(llm: LLM, prompts: list[list[int]]) -> tuple[np.ndarray, Tensor]:
+    """Return the greedy tokens after each prompt, int64 [n, m], and their log-probabilities."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=DECODED_TOKENS + 1, ignore_eos=True, logprobs=1
+    )
+    done = llm.generate(prompts, params)
+    scores = [one.logprobs.token for one in done if one.logprobs is not None]
+    return np.array([one.token_ids for one in done]), torch.tensor(scores)
 
 
 def _tensor(parts: Sequence[bytes]) -> Tensor:
@@ -239,15 +245,18 @@ def _part(
     size = added.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     error = (found - expected).norm(dim=-1) / size
     permitted = tolerance + allowed.stream * expected.norm(dim=-1) / size
-    prefill, decode = slice(None, -DECODED_TOKENS), slice(-DECODED_TOKENS, None)
-    ratios = [counted((error / permitted)[:, part], allowed.share) for part in (prefill, decode)]
-    return PartError(
-        part=name,
-        prefill=counted(error[:, prefill], allowed.share),
-        decode=counted(error[:, decode], allowed.share),
-        permitted=float(permitted.median()),
-        ratio=float("nan") if np.isnan(ratios).any() else max(ratios),
-        drift=float(((found - own).norm(dim=-1) / own.norm(dim=-1)).median()),
+    drift = (found - own).norm(dim=-1) / own.norm(dim=-1)
+    prefill, decode = _by_step(error, allowed.share)
+    ratios = _by_step(error / permitted, allowed.share)
+    ratio = float("nan") if np.isnan(ratios).any() else max(ratios)
+    return PartError(name, prefill, decode, float(permitted.median()), ratio, float(drift.median()))
+
+
+def _by_step(errors: Tensor, share: float) -> tuple[float, float]:
+    """Return the counted error of the prompts' tokens and that of the decoded ones."""
+    return (
+        counted(errors[:, :-DECODED_TOKENS], share),
+        counted(errors[:, -DECODED_TOKENS:], share),
     )
 
 

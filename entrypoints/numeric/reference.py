@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.engine.device_fields import flatten, host_arrays, set_device_fields
-from glowplug.core.engine.stream_probe import step_of
+from glowplug.core.engine.stream_probe import first_pages, step_of
 from glowplug.core.facts.machine import this_machine
 from glowplug.core.layers.decoder import DecoderModel
 from glowplug.core.layers.module import Module
@@ -116,9 +116,9 @@ class Reference:
         """Reserve a KV cache for the sequences ``ids`` [rows, tokens] and return their step."""
         rows, length = ids.shape
         page = plan.sizes.page_size
-        columns = -(-length // page)
+        pages = first_pages(rows, length, page)
         attention = self._context.attention
-        pool = KVPool(attention.kv_layout(), rows * columns + 1, "cpu")
+        pool = KVPool(attention.kv_layout(), 1 + pages.size, "cpu")
         attention.reserve(
             Limits(
                 rows=rows,
@@ -130,7 +130,6 @@ class Reference:
                 hidden=self._facts.hidden_size,
             )
         )
-        pages = 1 + np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
         batch = step_of(pages, ids, length)
         flat = flatten(batch, batch.kv_lens, page)
         views = send(host_arrays(batch, batch.kv_lens, flat, None, None), torch.device("cpu"))
