@@ -19,6 +19,7 @@ from glowplug.core.errors import RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import KeepsFeatures, Scheduler
+from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.step.batch import Batch, shape_of
 
 PLAIN = "plain"  #: input format of a module that reads activations in the compute dtype
@@ -34,18 +35,23 @@ class StreamProbe:
         runner: the rank's runner.
         scheduler: the scheduler, which must be idle.
         plan: the plan with the rank's number of pages.
-        leads: True on the rank whose result is wanted.
-        grouped: True: the ranks form groups with requests of their own.
+        rank: number of the rank; rank 0 returns the result.
+        parallel: the rank's parallel strategies, which must not form groups.
     """
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, plan: EnginePlan, leads: bool, grouped: bool
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        plan: EnginePlan,
+        rank: int,
+        parallel: ParallelStack,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._plan = plan
-        self._leads = leads
-        self._grouped = grouped
+        self._rank = rank
+        self._grouped = parallel.router() is not None
 
     def __call__(self, args: dict[str, Any]) -> dict[str, Any]:
         """Compute sequences of equal length.
@@ -55,7 +61,7 @@ class StreamProbe:
                 at their ends that are computed in decode steps.
 
         Returns:
-            On the leading rank "streams" and "logits", for each sequence the bytes of float32
+            On rank 0 "streams" and "logits", for each sequence the bytes of float32
                 [tokens, 1 + layers, hidden] (the stream before the first layer, then after each)
                 and [tokens, V]; and "formats", the input formats of the model's modules that round
                 activations. On other ranks {}.
@@ -74,7 +80,7 @@ class StreamProbe:
             found = [one for rows in self._portions(ids) for one in self._sequences(rows, decodes)]
         finally:
             model.keep_features(kept)
-        if not self._leads:
+        if self._rank != 0:
             return {}
         return {
             "streams": [streams.tobytes() for streams, _ in found],

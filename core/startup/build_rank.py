@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from glowplug.core.engine.controls import ControlHandler
+from glowplug.core.engine.controls import ControlHandler, forget_load
 from glowplug.core.engine.engine import Engine, RankClock
 from glowplug.core.engine.profiling import Profiler, step_phases
 from glowplug.core.engine.runner import Runner
@@ -223,9 +223,7 @@ class RankBuilder:
             "info": lambda args: self.info(parallel),
             "forget_load": lambda args: forget_load(parallel),
             "check": lambda args: dict(scheduler.check()),
-            "streams": StreamProbe(
-                runner, scheduler, self.plan, self.worker.rank == 0, parallel.router() is not None
-            ),
+            "streams": StreamProbe(runner, scheduler, self.plan, self.worker.rank, parallel),
             "memory": lambda args: dict(memory_now(self.memory.gauge)),
             "profile_start": profiler.start,
             "profile_stop": profiler.stop,
@@ -312,12 +310,6 @@ class RankBuilder:
         }
         load = parallel.expert_load()
         return {**info, "expert_load": load} if load else info
-
-
-def forget_load(parallel: ParallelStack) -> dict[str, Any]:
-    """Let the counts of the experts' load start anew, and return an empty reply."""
-    parallel.forget_load()
-    return {}
 
 
 def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
