@@ -22,6 +22,8 @@ from glowplug.core.protocols import KeepsFeatures, Scheduler
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.step.batch import Batch, shape_of
 
+#: tokens whose logits are computed at a time: a device has little memory beside the KV cache
+LOGITS_ROWS = 16
 PLAIN = "plain"  #: input format of a module that reads activations in the compute dtype
 
 
@@ -144,7 +146,9 @@ class StreamProbe:
         found = self._runner.states(batch)
         with torch.inference_mode():
             hidden = self._plan.facts.model.hidden_size
-            logits = self._runner.model.logits(found).float().cpu()
+            logits = torch.cat(
+                [self._runner.model.logits(rows).float().cpu() for rows in found.split(LOGITS_ROWS)]
+            )
             streams = found[:, hidden:].float().cpu()
         count, tokens = ids.shape
         return streams.view(count, tokens, -1, hidden), logits.view(count, tokens, -1)

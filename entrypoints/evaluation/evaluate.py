@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from glowplug.core.errors import GlowplugError, PlanRefused
+from glowplug.core.errors import EngineDead, GlowplugError, PlanRefused
 from glowplug.entrypoints.bench.load.load import progress
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.report import write_json
@@ -123,6 +123,9 @@ def _answered(
         except KeyboardInterrupt:
             if not answers:
                 raise
+        except EngineDead as error:
+            for index in range(len(questions)):
+                answers.setdefault(index, Answer(error=f"EngineDead: {error}"))
         finally:
             seconds = time.perf_counter() - started
             close()

@@ -6,6 +6,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -16,6 +17,9 @@ from glowplug.entrypoints.evaluation.questions import Answer, Question
 from glowplug.entrypoints.front import event_loop
 
 SPARE_FILES = 64  #: open files besides the connections of questions
+RETRY_SECONDS = 1.0  #: pause after which a question is put again to a server whose queue is full
+QUEUE_FULL = 429  #: HTTP status of a server whose queue is full
+INSPECT_SECONDS = 60.0  #: longest wait for the list of models
 SHOWN_CHARACTERS = 300  #: most characters of a server's error in messages
 
 
@@ -50,7 +54,8 @@ class ServerAnswers:
         """Check that the server answers and accepts the key, and return the model's name."""
         url = self._target.base_url
         try:
-            status, body = await call(self._target, "GET", "/v1/models")
+            target = replace(self._target, timeout=min(INSPECT_SECONDS, self._target.timeout))
+            status, body = await call(target, "GET", "/v1/models")
         except OSError as error:
             raise ValueError(
                 f"no server at {url}: {error or type(error).__name__}. Start one with "
@@ -115,7 +120,7 @@ class ServerAnswers:
         path, payload = body_of(question, self.model)
         started = time.perf_counter()
         try:
-            status, body = await call(self._target, "POST", path, payload)
+            status, body = await self._unless_full(path, payload)
             found = _json(body)
             text = _text(found) if status == 200 else None
         except (OSError, ValueError) as error:
@@ -124,6 +129,15 @@ class ServerAnswers:
             return _failed(started, f"HTTP {status}: {_message(body)}")
         usage = found.get("usage") or {}
         return Answer(text, usage.get("completion_tokens", 0), time.perf_counter() - started)
+
+    async def _unless_full(self, path: str, payload: dict[str, Any]) -> tuple[int, bytes]:
+        """Send a request, again while the server's queue is full; return status and body."""
+        deadline = time.monotonic() + self._target.timeout
+        while True:
+            status, body = await call(self._target, "POST", path, payload)
+            if status != QUEUE_FULL or time.monotonic() > deadline:
+                return status, body
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 def body_of(question: Question, model: str) -> tuple[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from glowplug.core.errors import EngineDead
 from glowplug.core.facts.model_folder import embedded_path
 from glowplug.entrypoints.cli.main import main
 from glowplug.entrypoints.evaluation import TASKS, golden, gsm8k, tasks
@@ -206,6 +207,47 @@ def test_failed_requests_are_invalid_and_lose_nothing_else(
     assert reasons["HTTP 500: out of luck"] == 4 and reasons["no value in the answer"] == 4
     assert sum(count for reason, count in reasons.items() if "closed the connection" in reason) == 4
     assert "Invalid: 4 x HTTP 500: out of luck" in capsys.readouterr().out
+
+
+def test_a_question_waits_while_the_servers_queue_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("glowplug.entrypoints.evaluation.server.RETRY_SECONDS", 0.01)
+    data = tmp_path / "test.jsonl"
+    write_gsm8k(data, 20)
+    seen: set[str] = set()
+
+    def answer(body: dict[str, Any]) -> Reply:
+        if body["prompt"] not in seen:
+            seen.add(body["prompt"])
+            return 429, {"error": {"message": "the queue is full"}}
+        return completion(solved(body))
+
+    with scripted(answer) as server:
+        words = ["--data-path", str(data), "--base-url", server.url]
+        code, found = run(tmp_path, "gsm8k", *words)
+    assert code == 0 and found["accuracy"] == 1.0 and len(server.bodies) == 40
+
+
+def test_an_engine_that_dies_leaves_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from glowplug.entrypoints.front.llm import LLM
+
+    polled = LLM.poll
+
+    def poll(self: LLM) -> Any:
+        if len(calls) > 40:
+            raise EngineDead("rank 0 ended")
+        calls.append(1)
+        return polled(self)
+
+    calls: list[int] = []
+    monkeypatch.setattr(LLM, "poll", poll)
+    words = ["tasks", "--model", "embedded", "--device", "cpu", "--num-questions", "60"]
+    code, found = run(tmp_path, *words, "--parallel", "4")
+    assert code == 1 and found["answered"] == 60 and 0 < found["correct"] < 60
+    assert found["reasons"]["EngineDead: rank 0 ended"] == found["failed"] > 0
 
 
 def test_a_server_that_is_down_or_refuses_the_key_ends_the_run_at_once(
