@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from glowplug.entrypoints.evaluation.files import read_bytes
+from glowplug.entrypoints.evaluation.questions import without_reasoning
 from glowplug.entrypoints.evaluation.result import Record
 from glowplug.entrypoints.evaluation.statistics import mcnemar
 
@@ -49,6 +50,7 @@ def check_same_questions(first: Record, second: Record, path: Path) -> None:
 def compared(first: Record, second: Record) -> Record:
     """Return the comparison of two results over the questions that both have answered.
 
+    ``same_text`` counts answers that are equal without their reasoning, which servers separate.
     ``p_value`` is that of McNemar's exact test; ``disagreements`` has every question that only one
     of the two answers rightly.
     """
@@ -64,7 +66,9 @@ def compared(first: Record, second: Record) -> Record:
         "first_only": first_only,
         "second_only": second_only,
         "neither": counts[False, False],
-        "same_text": sum(a["text"] == b["text"] for a, b in pairs),
+        "same_text": sum(
+            without_reasoning(a["text"]) == without_reasoning(b["text"]) for a, b in pairs
+        ),
         "difference": (second_only - first_only) / count if count else 0.0,
         "p_value": mcnemar(first_only, second_only),
         "disagreements": [_disagreement(a, b) for a, b in pairs if a["correct"] != b["correct"]],

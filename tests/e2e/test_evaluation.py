@@ -15,6 +15,7 @@ import pytest
 
 from glowplug.core.errors import EngineDead
 from glowplug.core.facts.model_folder import embedded_path
+from glowplug.entrypoints.bench.load.local_server import LocalServer
 from glowplug.entrypoints.cli.main import main
 from glowplug.entrypoints.evaluation import TASKS, golden, gsm8k, tasks
 from glowplug.entrypoints.evaluation.questions import Question
@@ -436,6 +437,24 @@ def test_two_configurations_and_an_earlier_result_are_compared(
     assert "has answers to other questions" in capsys.readouterr().err
     assert main(["eval", *words, "--compare", str(tmp_path / "none")]) == 2
     assert "neither a URL nor a file" in capsys.readouterr().err
+
+
+def test_a_server_and_an_engine_here_answer_alike(tmp_path: Path) -> None:
+    """The same model over HTTP and in this process, think form and completions included."""
+    config = {"model": "embedded", "device": "cpu", "memory": {"kv_tokens": 8192}}
+    engine = ["--model", "embedded", "--device", "cpu", "--set", "memory.kv_tokens=8192"]
+    data = tmp_path / "test.jsonl"
+    write_gsm8k(data, 20)
+    with LocalServer(config, threads=1) as server:
+        compare = ["--compare", server.base_url, "--parallel", "8"]
+        code, found = run(tmp_path, "tasks", *engine, *compare, "--num-questions", "80")
+        shots = ["--num-shots", "1", "--max-new-tokens", "16"]
+        other, sums = run(tmp_path, "gsm8k", "--data-path", str(data), *shots, *engine, *compare)
+    assert code == other == 0
+    assert found["first"]["groups"]["think form"]["correct"] > 0
+    assert found["comparison"]["p_value"] == 1.0
+    assert found["comparison"]["same_text"] >= 78, "batches differ, so ties may too"
+    assert sums["second"]["answered"] == 20 and sums["comparison"]["same_text"] >= 18
 
 
 def test_intervals_and_the_exact_test_against_known_values() -> None:
