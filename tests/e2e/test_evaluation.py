@@ -440,7 +440,7 @@ def test_two_configurations_and_an_earlier_result_are_compared(
 
 
 def test_a_server_and_an_engine_here_answer_alike(tmp_path: Path) -> None:
-    """The same model over HTTP and in this process, think form and completions included."""
+    """Chats, think form and completions over HTTP equal those of an engine in this process."""
     config = {"model": "embedded", "device": "cpu", "memory": {"kv_tokens": 8192}}
     engine = ["--model", "embedded", "--device", "cpu", "--set", "memory.kv_tokens=8192"]
     data = tmp_path / "test.jsonl"
