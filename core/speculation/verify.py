@@ -52,26 +52,39 @@ def verify(
     rows = batch.num_decodes
     fed = batch.input_ids[: rows * width].view(rows, width)
     sampled = _sampled(logits, batch, fed, ends, sampler)
-    drawn = sampled.tokens[: rows * width].view(rows, width)
-    tree = batch.tree
-    path = None
     if gain is not None:
-        assert tree is None and ends is None, "only decode rows with chains have gains of their own"
-        accepted = Accepted(drawn, *gain(sampled, fed), sampled.logprobs)
-        sampler.observe(drawn, accepted.counts, batch.row_ids)
-        return accepted
-    if tree is None:
-        counts = accept_chain(drawn, fed[:, 1:])
-    else:
-        kept = accept_tree(drawn, fed, tree)
-        counts = kept.sum(1, dtype=torch.int32)
-        path = accepted_path(kept, tree.depths)
+        assert batch.tree is None and ends is None, "only chains of decode rows have other gains"
+        return _with_gain(gain, sampled, fed, batch, sampler)
+    drawn = sampled.tokens[: rows * width].view(rows, width)
+    counts, path = _accepted(drawn, fed, batch.tree)
+    if path is not None:
         sampled = _along(sampled, path)
     accepted = _gained(sampled, counts, width)
     if ends is not None:
         accepted = _with_ends(accepted, sampled, ends, batch.num_rows)
     sampler.observe(accepted.tokens, accepted.counts, batch.row_ids)
     accepted.path = path
+    return accepted
+
+
+def _accepted(drawn: Tensor, fed: Tensor, tree: DraftTree | None) -> tuple[Tensor, Tensor | None]:
+    """Return the number of tokens that each row gains, int32 [D], and ``Accepted.path``.
+
+    ``drawn`` and ``fed``: the tokens drawn by the target and its input tokens, int64 [D, W].
+    """
+    if tree is None:
+        return accept_chain(drawn, fed[:, 1:]), None
+    kept = accept_tree(drawn, fed, tree)
+    return kept.sum(1, dtype=torch.int32), accepted_path(kept, tree.depths)
+
+
+def _with_gain(
+    gain: Gain, sampled: Sampled, fed: Tensor, batch: Batch, sampler: Sampler
+) -> Accepted:
+    """Return the tokens that decode rows gain by ``gain``, and pass them on to the sampler."""
+    drawn = sampled.tokens.view(fed.shape)
+    accepted = Accepted(drawn, *gain(sampled, fed), sampled.logprobs)
+    sampler.observe(drawn, accepted.counts, batch.row_ids)
     return accepted
 
 

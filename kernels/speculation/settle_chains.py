@@ -83,6 +83,22 @@ def _settle(
         tl.store(page_ends + slot // page_size * size + column, value, mask=ended)
 
 
+def _unwritten(step: ChainStep) -> Settled:
+    """Return memory for the result of a step."""
+    count, width = step.fed.shape
+    device = step.fed.device
+    lacking = count * (width - 1)
+    tokens, positions, kv_slots = torch.empty(3, lacking, dtype=torch.int64, device=device)
+    return Settled(
+        torch.empty(count, dtype=torch.int32, device=device),
+        torch.empty(count, dtype=torch.bool, device=device),
+        tokens,
+        positions,
+        kv_slots,
+        torch.empty(lacking, step.hidden.shape[1], dtype=step.hidden.dtype, device=device),
+    )
+
+
 def settle_chains(step: ChainStep, states: RowStates, page_size: int, context: int) -> Settled:
     """Accept the drafts that equal the drawn tokens, and store the states of rows and pages.
 
@@ -90,17 +106,7 @@ def settle_chains(step: ChainStep, states: RowStates, page_size: int, context: i
     """
     count, width = step.fed.shape
     size = step.hidden.shape[1]
-    device = step.fed.device
-    lacking = count * (width - 1)
-    tokens, positions, kv_slots = torch.empty(3, lacking, dtype=torch.int64, device=device)
-    made = Settled(
-        torch.empty(count, dtype=torch.int32, device=device),
-        torch.empty(count, dtype=torch.bool, device=device),
-        tokens,
-        positions,
-        kv_slots,
-        torch.empty(lacking, size, dtype=step.hidden.dtype, device=device),
-    )
+    made = _unwritten(step)
     assert step.hidden.stride(1) == 1 and step.fed.is_contiguous() and step.drawn.is_contiguous()
     if count:
         block = min(BLOCK_MAX, next_power_of_2(size))

@@ -82,25 +82,34 @@ def settle_chains(step: ChainStep, states: RowStates, page_size: int, context: i
         page_size: tokens per page.
         context: most tokens of a row; ``states.computed`` stays within it.
     """
+    counts = (step.drawn[:, :-1] == step.fed[:, 1:]).cumprod(1).sum(1) + 1
+    _store(step, counts, states, page_size, context)
+    gained = torch.arange(step.fed.shape[1]) < counts[:, None]
+    bad = (step.bad.view(gained.shape) & gained).any(1)
+    return Settled(counts.int(), bad, *_lacking(step))
+
+
+def _store(
+    step: ChainStep, counts: Tensor, states: RowStates, page_size: int, context: int
+) -> None:
+    """Store the states of rows that gained ``counts`` tokens, and those of pages."""
     count, width = step.fed.shape
-    grid = (count, width)
-    equal = step.drawn[:, :-1] == step.fed[:, 1:]
-    counts = equal.cumprod(1).sum(1) + 1
-    gained = torch.arange(width) < counts[:, None]
-    positions, slots = step.positions.view(grid), step.kv_slots.view(grid)
     newest = torch.arange(count) * width + counts - 1
     states.tokens[step.rows] = step.drawn.flatten()[newest]
     states.hidden[step.rows] = step.hidden[newest].to(states.hidden.dtype)
-    lengths = (positions[:, 0] + counts).clamp(max=context)
-    states.computed[step.rows] = lengths.int()
+    lengths = step.positions[::width] + counts
+    states.computed[step.rows] = lengths.clamp(max=context).int()
     ends = (step.positions + 1) % page_size == 0
     pages = step.kv_slots[ends] // page_size
     states.page_ends[pages] = step.hidden[ends].to(states.page_ends.dtype)
-    return Settled(
-        counts.int(),
-        (step.bad.view(grid) & gained).any(1),
-        step.drawn[:, :-1].reshape(-1),
-        (positions[:, :1] + torch.arange(1, width)).reshape(-1),
-        slots[:, 1:].reshape(-1),
+
+
+def _lacking(step: ChainStep) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tokens, positions, KV slots and hidden states of ``Settled``."""
+    grid = step.fed.shape
+    return (
+        step.drawn[:, :-1].flatten(),
+        (step.positions.view(grid)[:, :-1] + 1).flatten(),
+        step.kv_slots.view(grid)[:, 1:].flatten(),
         step.hidden.unflatten(0, grid)[:, :-1].flatten(0, 1),
     )

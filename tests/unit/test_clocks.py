@@ -17,7 +17,6 @@ WITH_A_CLOCK = {
     "tests/support/waiting.py",  # the one place that gives up waiting for an event
     "tests/plugins/sleepy_tuner.py",  # a tuner that takes a given number of seconds
     "tests/e2e/fake_engine.py",  # an engine whose requests have deadlines
-    "tests/support/draft_loads.py",  # a tool that measures the speed of drafts
     "tests/e2e/two_hosts.py",  # a tool that measures how long a fault takes to be found
     "tests/gpu/combinations.py",  # tools that run for hours on a GPU
     "tests/gpu/record.py",
