@@ -200,6 +200,10 @@ PAGE_PLANS: dict[str, Values] = {
         "ranks": 1,
         "quantization.use": "w8a8_int8",
     },
+    "--model /models/DeepSeek-V2-Lite --quantization fp8": {
+        "ranks": 1,
+        "quantization.use": "block_fp8",
+    },
     "--model /models/DeepSeek-V3 --tp 16 --nnodes 2 --node-rank 0 --dist-init-addr "
     "10.0.0.1:29500": {**TWO_HOSTS, "executor.host_rank": 0},
     "--model /models/DeepSeek-V3 --tp 16 --nnodes 2 --node-rank 1 --dist-init-addr "
@@ -417,10 +421,11 @@ def test_a_command_line_of_another_engine_has_its_values_in_the_plan(
 OTHERS_REFUSED: dict[str, tuple[str, dict[str, str]]] = {
     "--tp 8 --quantization fp8 --kv-cache-dtype fp8_e5m2": (
         V3,
-        {
-            "quantization.use": "the checkpoint is already quantized",
-            "attention.kv_dtype": "not in fp8_e5m2",
-        },
+        {"attention.kv_dtype": "not in fp8_e5m2"},
+    ),
+    "--tp 8 --quantization w8a8_int8": (
+        V3,
+        {"quantization.use": "the checkpoint is already quantized"},
     ),
     "--tp 14 --dist-init-addr 10.0.0.1:5000 --nnodes 2 --node-rank 0 --enable-torch-compile": (
         V3,
@@ -458,7 +463,6 @@ def test_a_command_line_of_another_engine_is_refused_with_the_reason(
 
 #: flags of the recipes that no plan admits -> a part of the reason by refused field
 FLAGS_REFUSED: dict[str, dict[str, str]] = {
-    "--quantization fp8": {"quantization.use": "no component named 'fp8'"},
     "--kv-cache-dtype fp8_e5m2": {"attention.kv_dtype": "not in fp8_e5m2"},
     "--reasoning-parser a --tool-call-parser b": {
         "outputs.0.use": "no component named 'a'",
@@ -473,7 +477,13 @@ COMPANIONS: dict[str, str] = {
     "--device cpu": "--facts cpu --model embedded",
 }
 #: values that recipes use as placeholders, or that the plan writes differently -> the plan's
-WRITTEN: Values = {"m": LITE, "d": SLICE, "k": "***", "deepseek-r1": "deepseek_r1"}
+WRITTEN: Values = {
+    "m": LITE,
+    "d": SLICE,
+    "k": "***",
+    "deepseek-r1": "deepseek_r1",
+    "fp8": "block_fp8",
+}
 #: flags of the recipes -> values of the plan that follow from them
 FOLLOWING: dict[str, Values] = {
     "--tp 8": {"ranks": 8, "mesh.tp": 8, "collectives.use": "peer_memory"},
@@ -481,6 +491,7 @@ FOLLOWING: dict[str, Values] = {
     "--enable-ep-moe --ep-size 8": {"ranks": 8, "mesh.ep": 8},
     "--ep-size 4 --dp 8 --tp-size 8": {"ranks": 8, "mesh.ep": 4, "mesh.dp": 8},
     "--tp 8 --enable-dp-attention --dp-size 8": {"mesh.dp": 8},
+    "--quantization fp8": {"quantization.weights": "quantized while loading"},
     "--disable-mla": {"option.attention.absorb": False},
     "--cuda-graph-bs 1 2 4": {"option.graphs.batch_sizes": [1, 2, 4]},
     "--cuda-graph-max-bs 8": {"graphs.batch_sizes": [1, 2, 3, 4, 6, 8]},

@@ -83,7 +83,8 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--quantization",),
         "quantization.use",
-        "quantization scheme; default: that of the checkpoint",
+        "quantization scheme; fp8: block FP8, as stored or quantised while loading; default: that "
+        "of the checkpoint",
     ),
     # attention and KV cache
     Flag(
