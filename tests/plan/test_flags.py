@@ -450,7 +450,6 @@ def test_one_word_for_a_library_is_the_backend_for_the_models_kind(
     assert asked(llama, "fa3_mla") == "fa3_mla", (
         "a name that there is stays, and the plan refuses it"
     )
-    assert asked(tmp_path / "no-model", "fa3") == "fa3"
     file = tmp_path / "engine.toml"
     file.write_text(f'model = "{llama}"\n')
     assert (
@@ -459,3 +458,17 @@ def test_one_word_for_a_library_is_the_backend_for_the_models_kind(
         ]
         == "fa3_mha"
     )
+
+
+def test_a_model_that_cannot_be_read_leaves_the_librarys_name_unrefused(
+    plugins: PluginSet, tmp_path: Path
+) -> None:
+    for name, fields in (
+        ("fa3", {"model"}),
+        ("torch", {"model"}),
+        ("fa9", {"model", "attention.use"}),
+    ):
+        words = ["--model", str(tmp_path / "none"), "--attention-backend", name]
+        with pytest.raises(PlanRefused) as caught:
+            given(plugins, *words).plan()
+        assert {refusal.field for refusal in caught.value.refusals} == fields

@@ -19,12 +19,12 @@ from tests.plan.test_mha_libraries import LARGE
 from tests.support.published import LITE, V3
 
 
-def asked(plugins: PluginSet, model: str, *words: str) -> EnginePlan:
+def planned_with(plugins: PluginSet, model: str, *words: str) -> EnginePlan:
     ranks = ["--facts", "8xh200", "--tp", "8"] if model == V3 else ["--facts", "1xh200"]
     return given(plugins, "--model", model, "--load-format", "dummy", *ranks, *words).plan()
 
 
-def told(plan: EnginePlan, field: str) -> tuple[Any, str, str]:
+def decision_of(plan: EnginePlan, field: str) -> tuple[Any, str, str]:
     (one,) = (decision for decision in plan.decisions if decision.field == field)
     return one.value, one.by, one.why
 
@@ -39,12 +39,12 @@ def told(plan: EnginePlan, field: str) -> tuple[Any, str, str]:
 def test_fp8_is_block_fp8_made_while_loading_or_as_stored(
     plugins: PluginSet, model: str, value: str, why: str
 ) -> None:
-    plan = asked(plugins, model, "--quantization", "fp8")
+    plan = planned_with(plugins, model, "--quantization", "fp8")
     assert plan.choice("quantization").name == "block_fp8"
-    assert told(plan, "quantization.use") == ("block_fp8", "operator", "--quantization fp8")
-    remark = told(plan, "quantization.weights")
+    assert decision_of(plan, "quantization.use") == ("block_fp8", "operator", "--quantization fp8")
+    remark = decision_of(plan, "quantization.weights")
     assert remark[:2] == (value, "block_fp8") and why in remark[2]
-    silent = asked(plugins, model)
+    silent = planned_with(plugins, model)
     assert all(decision.field != "quantization.weights" for decision in silent.decisions)
 
 
@@ -52,7 +52,7 @@ def test_fp8_is_not_stacked_on_other_formats(plugins: PluginSet, tmp_path: Path)
     stated = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
     model = write_model(tmp_path, {**TINY_V3, "quantization_config": stated})
     with pytest.raises(PlanRefused) as caught:
-        asked(plugins, str(model), "--quantization", "fp8")
+        planned_with(plugins, str(model), "--quantization", "fp8")
     found = {refusal.field: refusal for refusal in caught.value.refusals}["quantization.use"]
     assert "already quantized (awq" in found.reason and "leave quantization out" in found.fix
 
@@ -94,12 +94,12 @@ def test_a_cache_in_e5m2_is_refused_with_fixes_that_work(
     plugins: PluginSet, model: str, words: tuple[str, ...], fixes: list[str]
 ) -> None:
     with pytest.raises(PlanRefused) as caught:
-        asked(plugins, model, *words, "--kv-cache-dtype", "fp8_e5m2")
+        planned_with(plugins, model, *words, "--kv-cache-dtype", "fp8_e5m2")
     (refusal,) = caught.value.refusals
     assert refusal.field == "attention.kv_dtype" and "not in fp8_e5m2" in refusal.reason
     assert followed(refusal.fix) == fixes
     for kept in fixes:
-        plan = asked(plugins, model, *words, "--kv-cache-dtype", kept)
+        plan = planned_with(plugins, model, *words, "--kv-cache-dtype", kept)
         assert plan.kv_dtype == (kept if kept != "auto" else "bfloat16")
 
 
@@ -109,5 +109,5 @@ def test_multi_head_attention_keeps_a_cache_in_e5m2(
 ) -> None:
     model = str(write_model(tmp_path, LARGE))
     words = ("--attention-backend", backend, "--kv-cache-dtype", "fp8_e5m2")
-    plan = asked(plugins, model, *words)
+    plan = planned_with(plugins, model, *words)
     assert (plan.choice("attention").name, plan.kv_dtype) == (backend, "fp8_e5m2")
