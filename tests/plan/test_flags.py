@@ -128,7 +128,8 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
         {"executor": {"hosts": 2, "host_rank": 1, "address": "a:1"}},
     ),
     (["--max-running-requests", "768"], {"scheduler": {"max_running_requests": 768}}),
-    (["--mem-fraction-static", "0.7"], {"memory": {"fraction": 0.7}}),
+    (["--mem-fraction-static", "0.7"], {"memory": {"static_fraction": 0.7}}),
+    (["--gpu-memory-utilization", "0.7"], {"memory": {"fraction": 0.7}}),
     (["--dist-timeout", "3600"], {"collectives": {"timeout": 3600.0}}),
     (["--host", "0.0.0.0", "--port", "30000"], {"server": {"host": "0.0.0.0", "port": 30000}}),
     (

@@ -328,7 +328,7 @@ OTHERS: dict[str, tuple[str, Values]] = {
             "attention.use": "flashinfer_mla",
             "cache.use": "none",
             "sizes.max_running": 48,
-            "memory.fraction": 0.7,
+            "memory.static_fraction": 0.7,
             "option.collectives.timeout": 3600.0,
         },
     ),
@@ -585,11 +585,36 @@ def test_every_flag_is_planned_in_some_command_line() -> None:
 
 
 def test_a_share_of_the_memory_limits_the_plan(planned_line: Planner) -> None:
-    words = ["--model", LITE, "--mem-fraction-static"]
+    words = ["--model", LITE, "--gpu-memory-utilization"]
     device = machine_for(words).devices[0].memory
     for share in (0.7, 0.9):
         used = values(planned_line([*words, str(share)]))["bytes"]
         assert (share - 0.01) * device < used <= share * device
+
+
+def test_a_static_share_is_that_of_weights_and_cache_alone(planned_line: Planner) -> None:
+    """As published for SGLang: activations and graphs are not part of the share."""
+    words = ["--model", LITE, "--mem-fraction-static"]
+    device = machine_for(words).devices[0].memory
+    for share in (0.5, 0.9):
+        plan = planned_line([*words, str(share)])
+        lines = {line.name: line.bytes for line in plan.budget}
+        static = lines["weights"] + lines["kv cache"]
+        assert (share - 0.001) * device < static <= share * device < sum(lines.values())
+        assert plan.sizes.most_pages == plan.sizes.least_pages == plan.sizes.num_pages
+
+
+@pytest.mark.parametrize(("share", "part"), [(0.1, "too few"), (0.979, "leave too little")])
+def test_a_static_share_that_cannot_be_is_refused_with_one_that_can(
+    planned_line: Planner, share: float, part: str
+) -> None:
+    words = ["--model", LITE, "--mem-fraction-static"]
+    with pytest.raises(PlanRefused) as caught:
+        planned_line([*words, str(share)])
+    (refusal,) = caught.value.refusals
+    assert refusal.field == "memory.static_fraction" and part in refusal.reason
+    fits = refusal.fix.partition(" = ")[2].partition(",")[0]
+    assert values(planned_line([*words, fits]))["memory.static_fraction"] == float(fits)
 
 
 def test_sizes_of_the_cache_are_the_plans(planned_line: Planner) -> None:

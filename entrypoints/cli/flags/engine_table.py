@@ -338,9 +338,16 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         values=POLICIES,
     ),
     Flag(
-        ("--mem-fraction-static", "--gpu-memory-utilization"),
+        ("--mem-fraction-static",),
+        "memory.static_fraction",
+        "share of the device's memory for weights and KV cache; smaller values leave more for "
+        "steps and graphs; default: the KV cache is sized by measurement",
+        float,
+    ),
+    Flag(
+        ("--gpu-memory-utilization",),
         "memory.fraction",
-        "share of the device's memory for the engine; default: sized by measurement",
+        "share of the device's memory for the whole engine; default: 98% on a GPU",
         float,
     ),
     Flag(("--max-total-tokens",), "memory.kv_tokens", "size of the KV pool in tokens", int),
