@@ -122,7 +122,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     # parallelism
     Flag(
-        ("--tp-size", "--tp", "--tensor-parallel-size"),
+        ("--tp-size", "--tp", "--tensor-parallel-size", "-tp"),
         "parallel[tensor].size",
         "number of tensor-parallel ranks",
         int,
@@ -347,7 +347,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--gpu-memory-utilization",),
         "memory.fraction",
-        "share of the device's memory for the whole engine; default: 98% on a GPU",
+        "share of the device's memory for the whole engine; default: 0.98 on a GPU",
         float,
     ),
     Flag(("--max-total-tokens",), "memory.kv_tokens", "size of the KV pool in tokens", int),
