@@ -65,7 +65,7 @@ def translate(args: argparse.Namespace) -> None:
     """Replace the options of the scripts in ``args`` by those of this command and of the engine.
 
     Raises:
-        ValueError: an option asks for kernels or tables that this engine does not have.
+        ValueError: an option needs kernels or tables that this engine does not have.
     """
     if args.tune and args.only_list:
         raise ValueError("--tune and --list contradict each other: write one of them")
@@ -83,21 +83,22 @@ def translate(args: argparse.Namespace) -> None:
             _set(args, "--quantization", "fp8")
 
 
-def kernel_tuner(name: str, config: Mapping[str, Any], plugins: PluginSet) -> str:
-    """Return the tuner for a script's name: that of block FP8 if the weights are, or become, FP8.
+def choose_tuner(args: argparse.Namespace, config: Mapping[str, Any], plugins: PluginSet) -> None:
+    """Replace a script's name in ``args`` by a tuner, and its batch sizes by rows.
 
-    Other names are returned unchanged.
+    The tuner is that of block FP8 if the weights are, or become, FP8.
 
     Raises:
         FactsError: the model cannot be read.
     """
-    if name not in FP8_TUNERS:
-        return name
+    args.rows += args.batch_size or []
+    args.batch_size = None
+    if args.tuner not in FP8_TUNERS:
+        return
     chosen = config.get("quantization", {}).get("use", "auto")
     stored = plugins.read_model(str(config.get("model", "embedded"))).facts.quant_method
-    if chosen in ("auto", "none") and stored == "none":
-        return DENSE_TUNERS.get(name, FP8_TUNERS[name])
-    return FP8_TUNERS[name]
+    dense = chosen in ("auto", "none") and stored == "none" and args.tuner in DENSE_TUNERS
+    args.tuner = (DENSE_TUNERS if dense else FP8_TUNERS)[args.tuner]
 
 
 def _script(tuner: str | None) -> str:

@@ -593,7 +593,7 @@ def test_a_share_of_the_memory_limits_the_plan(planned_line: Planner) -> None:
 
 
 def test_a_static_share_is_that_of_weights_and_cache_alone(planned_line: Planner) -> None:
-    """As published for SGLang: activations and graphs are not part of the share."""
+    """Activations and graphs are not part of the share, as published for SGLang."""
     words = ["--model", LITE, "--mem-fraction-static"]
     device = machine_for(words).devices[0].memory
     for share in (0.5, 0.9):

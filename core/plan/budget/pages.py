@@ -170,23 +170,32 @@ def _static_tokens(
     If the share does not fit, return a refusal. ``fraction``: the share.
     """
     field = "memory.static_fraction"
-    memory = budget.share.memory
-    number = (int(fraction * memory) - budget.weights) // page_bytes
+    number = (int(fraction * budget.share.memory) - budget.weights) // page_bytes
     most = budget.left // page_bytes
     if 2 <= number <= most:
         by, why = proposal.source(field) or ("default", "")
         return Decision("kv.tokens", (number - 1) * counts.page_size, by, why)
-    most_share = math.floor(100 * (budget.weights + budget.left) / memory) / 100
-    if number < 2:
-        reason = f"{human(int(fraction * memory))} of {human(memory)} are too few for a KV cache"
-    else:
-        reason = f"{fraction:g} of {human(memory)} leave too little for steps and graphs"
+    return _static_refusal(fraction, number < 2, budget, page_bytes)
+
+
+def _static_refusal(fraction: float, small: bool, budget: Budget, page_bytes: int) -> Refusal:
+    """Return the refusal of a share of weights and KV cache.
+
+    ``small``: the share is too small for a KV cache, not too large for steps and graphs.
+    """
+    memory = budget.share.memory
+    reason = (
+        f"{human(int(fraction * memory))} of {human(memory)} are too few for a KV cache"
+        if small
+        else f"{fraction:g} of {human(memory)} leave too little for steps and graphs"
+    )
+    most = math.floor(100 * (budget.weights + budget.left) / memory) / 100
     return Refusal(
         "size",
-        field,
+        "memory.static_fraction",
         f"{reason}: weights need {human(budget.weights)}, two pages {human(2 * page_bytes)}, and "
         f"all else {human(budget.needed - budget.weights)} of {budget.share.shown}",
-        f"{field} = {most_share:g}, or leave it out",
+        f"memory.static_fraction = {most:g}, or leave it out",
     )
 
 

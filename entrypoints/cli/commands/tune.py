@@ -91,11 +91,8 @@ def run(args: argparse.Namespace) -> int:
             _refuse_options(tune_speculative.NAME, others)
             extra = {"plugins": tuple(args.extra_plugins)} if args.extra_plugins else {}
             return tune_speculative.run(args, {**given.config, **extra})
-        args.rows += args.batch_size or []  # as SGLang's scripts name them
-        args.batch_size = None
+        tune_published.choose_tuner(args, given.config, given.plugins)
         _refuse_options("a tuner of kernels", tune_speculative.given_options(args))
-        if args.tuner is not None:
-            args.tuner = tune_published.kernel_tuner(args.tuner, given.config, given.plugins)
         return _tune_kernels(args, given.config, given.plugins)
     except (GlowplugError, ValueError) as error:
         print(f"glowplug tune: {error}", file=sys.stderr)
