@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from glowplug.core.errors import Refusal
@@ -60,22 +61,32 @@ def decide_pages(proposal: Proposal, counts: Counts, budget: Budget) -> Pages | 
         return context
     least, most = _bounds(proposal, number, counts, context.value)
     how = f"{number} pages of {size} tokens, {token_bytes} bytes per token"
-    lines = [BudgetLine("kv cache", number * size * token_bytes, how)]
-    if state_bytes:
-        how = "the target's hidden state of each page's last token"
-        lines.append(BudgetLine("page states", number * state_bytes, how))
-    if draft_bytes:
-        how = f"the same pages, {draft_bytes} bytes per token"
-        lines.append(BudgetLine(DRAFT_CACHE, number * size * draft_bytes, how))
+    pool = BudgetLine("kv cache", number * size * token_bytes, how)
     return Pages(
         number=number,
         least=least,
         most=most,
         context=context.value,
-        kv_bytes=number * size * token_bytes,
-        lines=tuple(lines),
+        kv_bytes=pool.bytes,
+        lines=(pool, *_beside(number, state_bytes, size, draft_bytes)),
         decisions=(tokens, context),
     )
+
+
+def _beside(number: int, state_bytes: int, size: int, draft_bytes: int) -> Iterator[BudgetLine]:
+    """Yield the budget lines that grow with the ``number`` of pages, beside the pool itself.
+
+    Args:
+        state_bytes: bytes of hidden states kept for a page.
+        size: tokens of a page.
+        draft_bytes: bytes of a token in the cache of a whole draft model.
+    """
+    if state_bytes:
+        how = "the target's hidden state of each page's last token"
+        yield BudgetLine("page states", number * state_bytes, how)
+    if draft_bytes:
+        how = f"the same pages, {draft_bytes} bytes per token"
+        yield BudgetLine(DRAFT_CACHE, number * size * draft_bytes, how)
 
 
 def _bounds(proposal: Proposal, number: int, counts: Counts, context: int) -> tuple[int, int]:
