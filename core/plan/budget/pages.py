@@ -60,8 +60,11 @@ def decide_pages(proposal: Proposal, counts: Counts, budget: Budget) -> Pages | 
     if isinstance(context, Refusal):
         return context
     least, most = _bounds(proposal, number, counts, context.value)
-    how = f"{number} pages of {size} tokens, {token_bytes} bytes per token"
-    pool = BudgetLine("kv cache", number * size * token_bytes, how)
+    pool = BudgetLine(
+        "kv cache",
+        number * size * token_bytes,
+        f"{number} pages of {size} tokens, {token_bytes} bytes per token",
+    )
     return Pages(
         number=number,
         least=least,
