@@ -22,6 +22,7 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(DOCS)]
 
 import combinations  # noqa: E402
+import published  # noqa: E402
 
 from glowplug.core import protocols  # noqa: E402
 from glowplug.core.config.schema import EngineConfig  # noqa: E402
@@ -245,11 +246,15 @@ def options_page() -> str:
     return "\n".join(parts)
 
 
-# ---- combinations, console blocks ----------------------------------------------------------------
+# ---- combinations, published commands, console blocks --------------------------------------------
 
 
 def combinations_page() -> str:
     return NOTICE + "\n" + combinations.page(built_ins(), CONFIGS, table)
+
+
+def published_page() -> str:
+    return NOTICE + "\n" + published.page(table)
 
 
 def refresh_console(page: Path) -> bool:
@@ -287,11 +292,13 @@ PAGES: dict[str, Callable[[], str]] = {
     "options.md": options_page,
     "combinations.md": combinations_page,
 }
+#: pages that are made by running engines. ``--check`` leaves them out: a test compares each row.
+RUN_PAGES: dict[str, Callable[[], str]] = {"published-commands.md": published_page}
 
 
 def main(check: bool) -> int:
     stale = []
-    for name, make in PAGES.items():
+    for name, make in (PAGES if check else {**PAGES, **RUN_PAGES}).items():
         text = re.sub(r"\n{3,}", "\n\n", make()).rstrip() + "\n"
         page = DOCS / name
         if not page.exists() or page.read_text() != text:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.candidates import contributed, pick
 from glowplug.core.plan.checks.adaptive import decide_adaptive, possible_shapes
+from glowplug.core.plan.checks.checkpoint import quantized_as
 from glowplug.core.plan.checks.last_layer import choose_last_layer
 from glowplug.core.plan.device import choose_device, choose_dtypes
 from glowplug.core.plan.draft_model import choose_draft_model
@@ -35,6 +36,7 @@ def choose(proposal: Proposal) -> None:
             _decide_numbers(proposal)
     _decide_overlap(proposal)
     _remark_on_chain(proposal)
+    _remark_on_quantization(proposal)
     decide_adaptive(proposal)
     choose_last_layer(proposal)
     choose_draft_model(proposal)
@@ -223,6 +225,22 @@ def _remark_on_chain(proposal: Proposal) -> None:
         if source is not None:
             why += f" in spite of {source[1]}"
         proposal.decide("speculative.topk", 1, attention.name, why, notable=True)
+
+
+def _remark_on_quantization(proposal: Proposal) -> None:
+    """Record the decision whether a scheme that the operator chose quantizes the weights itself."""
+    scheme = proposal.quantization
+    method = proposal.facts.model.quant_method
+    if scheme is None or not proposal.written("quantization.use"):
+        return
+    if method == "none" and scheme.offers.online:
+        value, why = "quantized while loading", "the checkpoint is not quantized"
+    elif method != "none" and method in scheme.offers.reads:
+        stored = quantized_as(proposal.facts.model)
+        value, why = "as stored", f"the checkpoint is already {stored}; nothing is quantized again"
+    else:
+        return
+    proposal.decide("quantization.weights", value, scheme.name, why, notable=True)
 
 
 def _decide_overlap(proposal: Proposal) -> None:

@@ -137,6 +137,7 @@ class QuantizationOffers(Offers):
         peak_tokens: function from the scheme's options to token counts. Steps with so many
             tokens may need more memory for routed experts than larger steps, which run other
             kernels.
+        aliases: other values of ``use`` that select it.
     """
 
     reads: frozenset[str] = frozenset()
@@ -151,6 +152,7 @@ class QuantizationOffers(Offers):
     places_experts: bool = False
     experts_work: Callable[[ExpertsStep], MemoryUse] | None = None
     peak_tokens: Callable[[Any], tuple[int, ...]] | None = None
+    aliases: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -265,6 +265,13 @@ class MemoryOptions(Section):
         description="share of the device's memory that everything together may take; null: 98% on "
         "a GPU",
     )
+    static_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of the device's memory for weights and KV cache, whose size follows; "
+        "steps and graphs have the rest; null: the KV cache has what is left",
+    )
     reserve_bytes: int = Field(0, ge=0, description="bytes to leave free beside the budget")
     growing_segments: Literal["auto", True, False] = Field(
         "auto",
@@ -274,7 +281,9 @@ class MemoryOptions(Section):
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        found = {"kv_bytes": "memory.kv_tokens decides"} if self.kv_tokens is not None else {}
+        sizes = ("kv_tokens", "kv_bytes", "static_fraction")  # the first that is given decides
+        given = [name for name in sizes if getattr(self, name) is not None]
+        found = dict.fromkeys(given[1:], f"memory.{given[0]} decides" if given else "")
         if context.values.device != "cuda":
             found["growing_segments"] = "only allocators of CUDA devices have segments"
         return found

@@ -50,7 +50,7 @@ FRAGMENTATION_FACTOR = 1.1
 #: ways out of an out-of-memory error during start-up
 OUT_OF_MEMORY_FIXES = (
     "a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, "
-    "a smaller memory.fraction, more memory.reserve_bytes"
+    "a smaller memory.fraction or memory.static_fraction, more memory.reserve_bytes"
 )
 
 

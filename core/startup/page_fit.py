@@ -62,6 +62,7 @@ def pages_that_fit(
     least = sizes.least_pages or sizes.num_pages
     if pages >= least:
         return pages
+    static = memory.get("static_fraction") is not None
     raise GlowplugError(
         f"{human(max(0, room))} of {human(measured.total)} are left for the KV cache, which needs "
         f"{human(least * page_bytes)} for {(least - 1) * sizes.page_size} tokens; measured against "
@@ -69,7 +70,7 @@ def pages_that_fit(
         f"graphs {human(measured.graphs)}. Fix: context_length or "
         f"memory.kv_tokens = {max(1, (pages - 1) * sizes.page_size)} or less, fewer "
         "scheduler.max_running_requests, a smaller scheduler.chunk_size, "
-        "or a larger memory.fraction"
+        + ("or a smaller memory.static_fraction" if static else "or a larger memory.fraction")
     )
 
 

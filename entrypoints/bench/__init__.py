@@ -13,6 +13,10 @@ from glowplug.entrypoints.cli.usage import without_command
 
 COMMANDS = {
     "one-batch": ("one_batch", "prefill and decode latency of one static batch, in this process"),
+    "one-batch-server": (
+        "load.one_batch_server",
+        "latency of one static batch over HTTP, of a running server or of one that it starts",
+    ),
     "kernels": (
         "kernels",
         "each kernel of a step timed by itself, with all its providers side by side",

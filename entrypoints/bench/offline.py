@@ -1,6 +1,7 @@
-"""``glowplug bench offline``: throughput of the offline engine on random prompts.
+"""``glowplug bench offline``: throughput of the offline engine on random or given prompts.
 
-All prompts are passed to one ``LLM.generate`` call, which batches them continuously.
+All prompts are passed to one ``LLM.generate`` call, which batches them continuously. The options
+include those of SGLang's ``bench_offline_throughput``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
-from glowplug.entrypoints.bench.load.datasets import random_lengths
+from glowplug.entrypoints.bench.load.datasets import custom_prompts, random_lengths
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.drafts import (
     acceptance,
@@ -32,6 +33,18 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
+    group.add_argument(
+        "--backend", choices=("engine",), default="engine", help="the engine in this process"
+    )
+    group.add_argument(
+        "--dataset-name",
+        choices=("random", "custom"),
+        default="random",
+        help="custom reads --dataset-path",
+    )
+    group.add_argument(
+        "--dataset-path", metavar="FILE", help='custom: JSON lines with "prompt", "output_tokens"'
+    )
     group.add_argument("--num-prompts", type=int, default=64)
     group.add_argument("--random-input-len", "--random-input", "--input-len", type=int, default=256)
     group.add_argument(
@@ -51,6 +64,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--warmup-prompts", type=int, default=None, help="prompts of the warm-up run; default: all"
+    )
+    group.add_argument("--skip-warmup", action="store_true", help="measure without a warm-up run")
+    group.add_argument(
+        "--disable-ignore-eos",
+        action="store_true",
+        help="let outputs end at the end-of-sequence token",
     )
     group.add_argument(
         "--profile", action="store_true", help="trace one more run with torch's profiler"
@@ -73,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
         0; 2 if the model or an option is refused.
     """
     try:
-        config = with_simulation({"skip_tokenizer": True, **engine_config(args)}, args)
+        if (args.dataset_name == "custom") != bool(args.dataset_path):
+            raise ValueError("--dataset-name custom and --dataset-path need each other")
+        text = bool(args.dataset_path)
+        config = with_simulation({"skip_tokenizer": not text, **engine_config(args)}, args)
         records = _measure(args, config)
     except (GlowplugError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -92,29 +114,48 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
 
     with LLM(**config) as llm:
         rng = random.Random(llm.plan.seed)
-        ratio = args.random_range_ratio
-        inputs = random_lengths(rng, args.random_input_len, ratio, args.num_prompts)
-        outputs = random_lengths(rng, args.random_output_len, ratio, args.num_prompts)
+        inputs, outputs = _requests(args, llm, rng)
         params = [
-            SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in outputs
+            SamplingParams(
+                temperature=0.0, max_tokens=count, ignore_eos=not args.disable_ignore_eos
+            )
+            for count in outputs
         ]
         records = []
         for index in range(args.repeat + 1):
-            prompts = _random_prompts(rng, llm, inputs)
-            if index == 0:  # the first run warms up
+            prompts = [
+                _random_ids(rng, llm, one) if isinstance(one, int) else one for one in inputs
+            ]
+            if index > 0:
+                records.append(_run_once(args, llm, prompts, params))
+            elif not args.skip_warmup:
                 count = args.warmup_prompts
                 llm.generate(prompts[:count], params[:count])
-            else:
-                records.append(_run_once(args, llm, prompts, params))
         if args.profile:
             print("trace:", traced(llm, "offline", lambda: llm.generate(prompts, params)))
     return records
 
 
-def _random_prompts(rng: random.Random, llm: LLM, lengths: list[int]) -> list[list[int]]:
-    """Return a prompt of random token ids for each length."""
+def _requests(
+    args: argparse.Namespace, llm: LLM, rng: random.Random
+) -> tuple[list[int | list[int]], list[int]]:
+    """Return the prompts, as token ids or as the number of random ones, and the output lengths."""
+    count = args.num_prompts
+    if args.dataset_path:
+        if llm.tokenizer is None:
+            raise ValueError("--dataset-path has texts, and the engine runs without a tokenizer")
+        path = Path(args.dataset_path)
+        found = custom_prompts(path, count, args.random_output_len, llm.tokenizer.encode)
+        return [llm.tokenizer.encode(one.text) for one in found], [one.output_len for one in found]
+    ratio = args.random_range_ratio
+    lengths = random_lengths(rng, args.random_input_len, ratio, count)
+    return [*lengths], random_lengths(rng, args.random_output_len, ratio, count)
+
+
+def _random_ids(rng: random.Random, llm: LLM, length: int) -> list[int]:
+    """Return a prompt of ``length`` random token ids."""
     vocab = llm.plan.facts.model.vocab_size
-    return [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
+    return [rng.randrange(vocab) for _ in range(length)]
 
 
 def _run_once(
@@ -130,9 +171,10 @@ def _run_once(
     duration = time.perf_counter() - started
     drafted = acceptance(drafts, counted(llm))  # afterwards the statistics cover the whole run
     generated = sum(len(result.token_ids) for result in done)
+    finished = {"length", "stop"} if args.disable_ignore_eos else {"length"}
     return {
         **_record(args, llm.plan.device, sum(map(len, prompts)), generated, duration),
-        "failed": sum(result.finish_reason != "length" for result in done),
+        "failed": sum(result.finish_reason not in finished for result in done),
         **drafted,
         "device_idle_share": report.idle_share(before, asdict(llm.stats)),
     }

@@ -29,10 +29,11 @@ from glowplug.entrypoints.front.inputs import Message, Prompt
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
 from glowplug.entrypoints.front.open_engine import start_executor
 
-#: section of the configuration that only the server uses -> reason for its refusal
-UNUSED_SECTIONS = dict.fromkeys(
-    ("server", "log", "metrics"), "LLM(...) serves no HTTP and sets up no log"
-)
+#: section of the configuration that only the server uses -> why it has no effect here
+UNUSED_SECTIONS = {
+    **dict.fromkeys(("server", "log", "metrics"), "LLM(...) serves no HTTP and sets up no log"),
+    "outputs": "LLM(...) returns the whole text, the reasoning included",
+}
 
 StreamDelta = tuple[Stream, Delta]
 

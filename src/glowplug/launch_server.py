@@ -1,7 +1,9 @@
 """``python -m glowplug.launch_server`` is ``glowplug serve``."""
+
 import sys
 
 from glowplug.entrypoints.cli.main import main
 
 if __name__ == "__main__":
-    raise SystemExit(main(["serve", *sys.argv[1:]]))
+    sys.argv[1:1] = ["serve"]
+    raise SystemExit(main())

@@ -128,7 +128,8 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
         {"executor": {"hosts": 2, "host_rank": 1, "address": "a:1"}},
     ),
     (["--max-running-requests", "768"], {"scheduler": {"max_running_requests": 768}}),
-    (["--mem-fraction-static", "0.7"], {"memory": {"fraction": 0.7}}),
+    (["--mem-fraction-static", "0.7"], {"memory": {"static_fraction": 0.7}}),
+    (["--gpu-memory-utilization", "0.7"], {"memory": {"fraction": 0.7}}),
     (["--dist-timeout", "3600"], {"collectives": {"timeout": 3600.0}}),
     (["--host", "0.0.0.0", "--port", "30000"], {"server": {"host": "0.0.0.0", "port": 30000}}),
     (
@@ -450,7 +451,6 @@ def test_one_word_for_a_library_is_the_backend_for_the_models_kind(
     assert asked(llama, "fa3_mla") == "fa3_mla", (
         "a name that there is stays, and the plan refuses it"
     )
-    assert asked(tmp_path / "no-model", "fa3") == "fa3"
     file = tmp_path / "engine.toml"
     file.write_text(f'model = "{llama}"\n')
     assert (
@@ -459,3 +459,17 @@ def test_one_word_for_a_library_is_the_backend_for_the_models_kind(
         ]
         == "fa3_mha"
     )
+
+
+def test_a_model_that_cannot_be_read_leaves_the_librarys_name_unrefused(
+    plugins: PluginSet, tmp_path: Path
+) -> None:
+    for name, fields in (
+        ("fa3", {"model"}),
+        ("torch", {"model"}),
+        ("fa9", {"model", "attention.use"}),
+    ):
+        words = ["--model", str(tmp_path / "none"), "--attention-backend", name]
+        with pytest.raises(PlanRefused) as caught:
+            given(plugins, *words).plan()
+        assert {refusal.field for refusal in caught.value.refusals} == fields

@@ -122,18 +122,39 @@ def test_an_eight_bit_cache_is_not_for_the_library_alone(
     assert f"not in {dtype}" in found["attention.kv_dtype"].reason
 
 
+@pytest.mark.parametrize("head", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fa3_takes_the_heads_that_it_is_compiled_for(
+    head: int, dtype: str, plugins: PluginSet, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path, {**LARGE, "head_dim": head})
+    plan = planned(model, plugins, {"use": "fa3_mha"}, dtype=dtype)
+    assert (plan.choice("attention").name, plan.kv_dtype) == ("fa3_mha", dtype)
+    measured = (head, dtype) == (128, "bfloat16")
+    chosen = planned(model, plugins, dtype=dtype).choice("attention").name
+    assert chosen == ("hopper_mha" if measured else "triton_mha")
+
+
 def test_shapes_that_the_library_is_not_compiled_for_are_refused(
     plugins: PluginSet, tmp_path: Path
 ) -> None:
     small = write_model(tmp_path / "small", {**LARGE, "head_dim": 80})
     assert planned(small, plugins).choice("attention").name == "triton_mha"
     found = refused(small, plugins, {"use": "fa3_mha"})["attention.use"]
-    assert "head size of 128" in found.reason and "is 80" in found.reason
-    found = refused(
-        write_model(tmp_path / "same", LARGE), plugins, {"use": "fa3_mha", "kv_dtype": "float16"}
-    )
-    assert "not in float16" in found["attention.kv_dtype"].reason
+    assert "head sizes of 64, 96, 128, 192, 256" in found.reason and "is 80" in found.reason
+    other = write_model(tmp_path / "other", {**LARGE, "head_dim": 64})
+    found = refused(other, plugins, {"use": "hopper_mha"})["attention.use"]
+    assert "hopper_mha supports head sizes of 128; this model's is 64" in found.reason
     assert planned(small, plugins, dtype="float16").choice("attention").name == "triton_mha"
+
+
+@pytest.mark.parametrize("name", ["fa3_mha", "hopper_mha"])
+def test_a_cache_in_another_16_bit_dtype_than_the_compute_dtype_is_refused(
+    name: str, llama: Path, plugins: PluginSet
+) -> None:
+    found = refused(llama, plugins, {"use": name, "kv_dtype": "float16"})["attention.kv_dtype"]
+    assert "not in float16" in found.reason and found.fix.startswith('attention.kv_dtype = "auto"')
+    assert planned(llama, plugins, {"use": name}).kv_dtype == "bfloat16"
 
 
 def test_heads_too_large_for_a_multiprocessor(plugins: PluginSet, tmp_path: Path) -> None:
@@ -157,6 +178,7 @@ def test_a_missing_library_is_named(llama: Path) -> None:
     [
         (32, "float32", ["triton_mha", "torch_mha"]),
         (32, "bfloat16", ["triton_mha", "torch_mha"]),
+        (64, "float16", ["fa3_mha", "triton_mha", "torch_mha"]),
         (128, "float32", ["triton_mha", "torch_mha"]),
         (128, "bfloat16", ["hopper_mha", "fa3_mha", "triton_mha", "torch_mha"]),
         (512, "bfloat16", ["torch_mha"]),

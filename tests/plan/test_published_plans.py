@@ -200,6 +200,10 @@ PAGE_PLANS: dict[str, Values] = {
         "ranks": 1,
         "quantization.use": "w8a8_int8",
     },
+    "--model /models/DeepSeek-V2-Lite --quantization fp8": {
+        "ranks": 1,
+        "quantization.use": "block_fp8",
+    },
     "--model /models/DeepSeek-V3 --tp 16 --nnodes 2 --node-rank 0 --dist-init-addr "
     "10.0.0.1:29500": {**TWO_HOSTS, "executor.host_rank": 0},
     "--model /models/DeepSeek-V3 --tp 16 --nnodes 2 --node-rank 1 --dist-init-addr "
@@ -324,7 +328,7 @@ OTHERS: dict[str, tuple[str, Values]] = {
             "attention.use": "flashinfer_mla",
             "cache.use": "none",
             "sizes.max_running": 48,
-            "memory.fraction": 0.7,
+            "memory.static_fraction": 0.7,
             "option.collectives.timeout": 3600.0,
         },
     ),
@@ -417,10 +421,11 @@ def test_a_command_line_of_another_engine_has_its_values_in_the_plan(
 OTHERS_REFUSED: dict[str, tuple[str, dict[str, str]]] = {
     "--tp 8 --quantization fp8 --kv-cache-dtype fp8_e5m2": (
         V3,
-        {
-            "quantization.use": "the checkpoint is already quantized",
-            "attention.kv_dtype": "not in fp8_e5m2",
-        },
+        {"attention.kv_dtype": "not in fp8_e5m2"},
+    ),
+    "--tp 8 --quantization w8a8_int8": (
+        V3,
+        {"quantization.use": "the checkpoint is already quantized"},
     ),
     "--tp 14 --dist-init-addr 10.0.0.1:5000 --nnodes 2 --node-rank 0 --enable-torch-compile": (
         V3,
@@ -458,7 +463,6 @@ def test_a_command_line_of_another_engine_is_refused_with_the_reason(
 
 #: flags of the recipes that no plan admits -> a part of the reason by refused field
 FLAGS_REFUSED: dict[str, dict[str, str]] = {
-    "--quantization fp8": {"quantization.use": "no component named 'fp8'"},
     "--kv-cache-dtype fp8_e5m2": {"attention.kv_dtype": "not in fp8_e5m2"},
     "--reasoning-parser a --tool-call-parser b": {
         "outputs.0.use": "no component named 'a'",
@@ -473,7 +477,13 @@ COMPANIONS: dict[str, str] = {
     "--device cpu": "--facts cpu --model embedded",
 }
 #: values that recipes use as placeholders, or that the plan writes differently -> the plan's
-WRITTEN: Values = {"m": LITE, "d": SLICE, "k": "***", "deepseek-r1": "deepseek_r1"}
+WRITTEN: Values = {
+    "m": LITE,
+    "d": SLICE,
+    "k": "***",
+    "deepseek-r1": "deepseek_r1",
+    "fp8": "block_fp8",
+}
 #: flags of the recipes -> values of the plan that follow from them
 FOLLOWING: dict[str, Values] = {
     "--tp 8": {"ranks": 8, "mesh.tp": 8, "collectives.use": "peer_memory"},
@@ -481,6 +491,7 @@ FOLLOWING: dict[str, Values] = {
     "--enable-ep-moe --ep-size 8": {"ranks": 8, "mesh.ep": 8},
     "--ep-size 4 --dp 8 --tp-size 8": {"ranks": 8, "mesh.ep": 4, "mesh.dp": 8},
     "--tp 8 --enable-dp-attention --dp-size 8": {"mesh.dp": 8},
+    "--quantization fp8": {"quantization.weights": "quantized while loading"},
     "--disable-mla": {"option.attention.absorb": False},
     "--cuda-graph-bs 1 2 4": {"option.graphs.batch_sizes": [1, 2, 4]},
     "--cuda-graph-max-bs 8": {"graphs.batch_sizes": [1, 2, 3, 4, 6, 8]},
@@ -574,11 +585,36 @@ def test_every_flag_is_planned_in_some_command_line() -> None:
 
 
 def test_a_share_of_the_memory_limits_the_plan(planned_line: Planner) -> None:
-    words = ["--model", LITE, "--mem-fraction-static"]
+    words = ["--model", LITE, "--gpu-memory-utilization"]
     device = machine_for(words).devices[0].memory
     for share in (0.7, 0.9):
         used = values(planned_line([*words, str(share)]))["bytes"]
         assert (share - 0.01) * device < used <= share * device
+
+
+def test_a_static_share_is_that_of_weights_and_cache_alone(planned_line: Planner) -> None:
+    """Activations and graphs are not part of the share, as published for SGLang."""
+    words = ["--model", LITE, "--mem-fraction-static"]
+    device = machine_for(words).devices[0].memory
+    for share in (0.5, 0.9):
+        plan = planned_line([*words, str(share)])
+        lines = {line.name: line.bytes for line in plan.budget}
+        static = lines["weights"] + lines["kv cache"]
+        assert (share - 0.001) * device < static <= share * device < sum(lines.values())
+        assert plan.sizes.most_pages == plan.sizes.least_pages == plan.sizes.num_pages
+
+
+@pytest.mark.parametrize(("share", "part"), [(0.1, "too few"), (0.979, "leave too little")])
+def test_a_static_share_that_cannot_be_is_refused_with_one_that_can(
+    planned_line: Planner, share: float, part: str
+) -> None:
+    words = ["--model", LITE, "--mem-fraction-static"]
+    with pytest.raises(PlanRefused) as caught:
+        planned_line([*words, str(share)])
+    (refusal,) = caught.value.refusals
+    assert refusal.field == "memory.static_fraction" and part in refusal.reason
+    fits = refusal.fix.partition(" = ")[2].partition(",")[0]
+    assert values(planned_line([*words, fits]))["memory.static_fraction"] == float(fits)
 
 
 def test_sizes_of_the_cache_are_the_plans(planned_line: Planner) -> None:

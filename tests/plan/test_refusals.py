@@ -159,7 +159,7 @@ def test_an_unknown_architecture_is_refused(refused, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["fp4", "int8"])
 def test_stacking_on_a_quantized_checkpoint(refused, v3_fp8: Path, name: str) -> None:
     found = refused({"model": str(v3_fp8), "quantization": {"use": name}})["quantization.use"]
     assert "already quantized (fp8 in 128x128 blocks)" in found.reason
@@ -189,7 +189,7 @@ def test_a_registered_scheme_is_not_stacked_either(refused, v3_fp8: Path) -> Non
 
 
 def test_an_unknown_scheme_on_a_plain_checkpoint_names_the_known_ones(refused) -> None:
-    found = refused({"quantization": {"use": "fp8"}})["quantization.use"]
+    found = refused({"quantization": {"use": "blockfp8"}})["quantization.use"]
     assert "already quantized" not in found.reason and "block_fp8" in found.fix
 
 

@@ -75,6 +75,11 @@ def idle(plan: EnginePlan) -> dict[str, str]:
             "memory.kv_tokens decides",
         ),
         (
+            {"memory": {"kv_bytes": 1 << 24, "static_fraction": 0.5}},
+            "memory.static_fraction",
+            "memory.kv_bytes decides",
+        ),
+        (
             {"memory": {"growing_segments": True}},
             "memory.growing_segments",
             "of CUDA devices",

@@ -19,6 +19,7 @@ from glowplug.core.plan.proposal import Proposal
 
 CPU_SHARE = 0.7  #: share of a CPU's memory that is used, so that the machine stays usable
 CUDA_RESERVE = 0.02  #: share of a device's memory that is left free
+WEIGHT_LINES = ("weights", "draft weights")  #: names of the budget lines of weights
 #: budget line of a step -> the option that makes it smaller
 STEP_OPTIONS = {
     "activations": "scheduler.chunk_size",
@@ -61,6 +62,11 @@ class Budget:
         return sum(line.bytes for line in self.lines)
 
     @property
+    def weights(self) -> int:
+        """Bytes of the weights, those of a draft included."""
+        return sum(line.bytes for line in self.lines if line.name in WEIGHT_LINES)
+
+    @property
     def left(self) -> int:
         """Bytes left for the KV cache."""
         return self.share.total - self.needed
@@ -86,7 +92,8 @@ def _memory_share(proposal: Proposal) -> MemoryShare:
     else:
         per_host = -(-proposal.values.ranks // proposal.values.hosts)
         memory = machine.cpu_memory // per_host
-        share = fraction or CPU_SHARE
+        static = proposal.config.memory.static_fraction
+        share = fraction or (CPU_SHARE if static is None else 1 - CUDA_RESERVE)
         what = "the machine's"
     total = int(memory * share)
     return MemoryShare(total, memory, f"{human(total)} ({share:.0%} of {what} {human(memory)})")
@@ -99,19 +106,21 @@ def _weight_lines(proposal: Proposal) -> list[BudgetLine]:
     """Return the budget lines of the model's weights and, with a draft, of the draft's weights."""
     storage = _storage(proposal)
     lines = [
-        _weight_line(proposal, "weights", proposal.facts.model, proposal.elements, storage, False)
+        _weight_line(
+            proposal, WEIGHT_LINES[0], proposal.facts.model, proposal.elements, storage, False
+        )
     ]
     if proposal.values.draft_layers:
         model = proposal.facts.draft or proposal.facts.model
         elements = proposal.draft_elements if proposal.facts.draft else proposal.elements
         head = proposal.speculative is not None and proposal.speculative.offers.eagle_head
         storage = replace(storage, online=0) if head else storage  # heads stay unquantised
-        lines.append(_weight_line(proposal, "draft weights", model, elements, storage, not head))
+        lines.append(_weight_line(proposal, WEIGHT_LINES[1], model, elements, storage, not head))
     draft = proposal.draft
     if draft is not None:
         model = draft.facts.model
         storage = _storage(draft)
-        lines.append(_weight_line(draft, "draft weights", model, draft.elements, storage, False))
+        lines.append(_weight_line(draft, WEIGHT_LINES[1], model, draft.elements, storage, False))
     return lines
 
 

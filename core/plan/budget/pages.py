@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -75,7 +76,8 @@ def _bounds(proposal: Proposal, number: int, counts: Counts, context: int) -> tu
         context: longest sequence in tokens.
     """
     memory = proposal.config.memory
-    given = memory.kv_tokens is not None or memory.kv_bytes is not None
+    sizes = (memory.kv_tokens, memory.kv_bytes, memory.static_fraction)
+    given = any(size is not None for size in sizes)
     if proposal.values.device == "cpu" or given:
         return number, number
     each = _sequence_pages(proposal, context, counts.page_size)
@@ -163,6 +165,8 @@ def _kv_tokens(
     elif memory.kv_bytes is not None:
         number = memory.kv_bytes // page_bytes
         found = _given_tokens(proposal, "memory.kv_bytes", number, counts, budget, page_bytes)
+    elif memory.static_fraction is not None:
+        found = _static_tokens(proposal, memory.static_fraction, counts, budget, page_bytes)
     else:
         found = _auto_tokens(proposal, counts, budget, page_bytes)
     if isinstance(found, Refusal) or counts.groups == 1:
@@ -194,6 +198,43 @@ def _given_tokens(
         f"{human(max(0, budget.left))} of {budget.share.shown} are left "
         f"(at least two pages of {human(page_bytes)} are needed)",
         f"{field} = {fit}",
+    )
+
+
+def _static_tokens(
+    proposal: Proposal, fraction: float, counts: Counts, budget: Budget, page_bytes: int
+) -> Decision | Refusal:
+    """Return the decision for a KV pool that has a share of the memory together with the weights.
+
+    If the share does not fit, return a refusal. ``fraction``: the share.
+    """
+    field = "memory.static_fraction"
+    number = (int(fraction * budget.share.memory) - budget.weights) // page_bytes
+    most = budget.left // page_bytes
+    if 2 <= number <= most:
+        by, why = proposal.source(field) or ("default", "")
+        return Decision("kv.tokens", (number - 1) * counts.page_size, by, why)
+    return _static_refusal(fraction, number < 2, budget, page_bytes)
+
+
+def _static_refusal(fraction: float, small: bool, budget: Budget, page_bytes: int) -> Refusal:
+    """Return the refusal of a share of weights and KV cache.
+
+    ``small``: the share is too small for a KV cache, not too large for steps and graphs.
+    """
+    memory = budget.share.memory
+    reason = (
+        f"{human(int(fraction * memory))} of {human(memory)} are too few for a KV cache"
+        if small
+        else f"{fraction:g} of {human(memory)} leave too little for steps and graphs"
+    )
+    most = math.floor(100 * (budget.weights + budget.left) / memory) / 100
+    return Refusal(
+        "size",
+        "memory.static_fraction",
+        f"{reason}: weights need {human(budget.weights)}, two pages {human(2 * page_bytes)}, and "
+        f"all else {human(budget.needed - budget.weights)} of {budget.share.shown}",
+        f"memory.static_fraction = {most:g}, or leave it out",
     )
 
 

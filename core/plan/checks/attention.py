@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
 from glowplug.core.plan.checks.suggestions import suggestions
 from glowplug.core.plan.proposal import Proposal
@@ -43,7 +44,13 @@ def check_kv_dtype(proposal: Proposal) -> Iterator[Refusal]:
         other = suggestions(
             proposal, "attention", lambda o: kv_dtype in o.kv_dtypes and o.kinds == kinds
         )
-        fix = 'attention.kv_dtype = "auto"' + (
+        same_size = [
+            dtype
+            for dtype in sorted(chosen.offers.kv_dtypes)
+            if DTYPE_BYTES[dtype] == DTYPE_BYTES[kv_dtype] == 1
+        ]
+        instead_of = " or ".join(f'"{dtype}"' for dtype in ["auto", *same_size])
+        fix = f"attention.kv_dtype = {instead_of}" + (
             f', or attention.use = "{other[0]}"' if other else ""
         )
         yield refuse(

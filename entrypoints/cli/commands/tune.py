@@ -24,7 +24,7 @@ from glowplug.core.protocols.tuning import TableTuner, TuneTable
 from glowplug.core.startup.layer_shapes import layer_shapes
 from glowplug.core.startup.lone_rank import plan_of_ranks
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
-from glowplug.entrypoints.cli import tune_speculative
+from glowplug.entrypoints.cli import tune_published, tune_speculative
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.cli.flags.command_line import read_command_line
 from glowplug.entrypoints.cli.tune_workers import run_workers
@@ -68,6 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ray", action="store_true", help="use the GPUs of a Ray cluster (RAY_ADDRESS)"
     )
     tune_speculative.configure(parser)
+    tune_published.configure(parser)
     add_engine_options(parser)
 
 
@@ -79,14 +80,18 @@ def run(args: argparse.Namespace) -> int:
             tuner or a refused model.
     """
     try:
+        if args.tuner != tune_speculative.NAME:
+            tune_published.translate(args)
         given = read_command_line(args)
         refusals = [*given.layer.refusals, *([FACTS_REFUSED] if args.facts else [])]
         if refusals:
             raise ConfigError(refusals, given.source)
         if args.tuner == tune_speculative.NAME:
-            _refuse_options(tune_speculative.NAME, _kernel_options(args))
+            others = [*_kernel_options(args), *tune_published.given_options(args)]
+            _refuse_options(tune_speculative.NAME, others)
             extra = {"plugins": tuple(args.extra_plugins)} if args.extra_plugins else {}
             return tune_speculative.run(args, {**given.config, **extra})
+        tune_published.choose_tuner(args, given.config, given.plugins)
         _refuse_options("a tuner of kernels", tune_speculative.given_options(args))
         return _tune_kernels(args, given.config, given.plugins)
     except (GlowplugError, ValueError) as error:

@@ -162,15 +162,24 @@ def _resolve_attention(layer: Layer, plugins: PluginSet) -> None:
     """Replace a library's name in ``--attention-backend`` by that of its backend for this model.
 
     Other engines use one name, such as "fa3", for both latent and multi-head attention; here the
-    two backends of a library have different names.
+    two backends of a library have different names. If the model cannot be read, which the plan
+    refuses, the library's first backend stands for both.
     """
     path = "attention.use"
     if not layer.origins.get(path, "").startswith("--attention-backend"):
         return
     name = value_at(layer.data, path)
+    if plugins.find("attention", name):
+        return
+    of_library = {
+        f"{name}_{kind}": kind
+        for found in plugins.components("attention")
+        for kind in getattr(found.component.offers, "kinds", ())
+        if found.component.name == f"{name}_{kind}"
+    }
     try:
         kind = plugins.read_model(str(layer.data.get("model", EMBEDDED))).facts.kind
     except GlowplugError:
-        return  # the plan reports it
-    if not plugins.find("attention", name) and plugins.find("attention", f"{name}_{kind}"):
+        kind = next(iter(of_library.values()), "")
+    if f"{name}_{kind}" in of_library:
         set_path(layer.data, path, f"{name}_{kind}")

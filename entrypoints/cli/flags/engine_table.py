@@ -89,7 +89,8 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--quantization",),
         "quantization.use",
-        "quantization scheme; default: that of the checkpoint",
+        "quantization scheme; fp8: block FP8, as stored or quantised while loading; default: that "
+        "of the checkpoint",
     ),
     # attention and KV cache
     Flag(
@@ -127,7 +128,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     # parallelism
     Flag(
-        ("--tp-size", "--tp", "--tensor-parallel-size"),
+        ("--tp-size", "--tp", "--tensor-parallel-size", "-tp"),
         "parallel[tensor].size",
         "number of tensor-parallel ranks",
         int,
@@ -343,9 +344,16 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         values=POLICIES,
     ),
     Flag(
-        ("--mem-fraction-static", "--gpu-memory-utilization"),
+        ("--mem-fraction-static",),
+        "memory.static_fraction",
+        "share of the device's memory for weights and KV cache; smaller values leave more for "
+        "steps and graphs; default: the KV cache is sized by measurement",
+        float,
+    ),
+    Flag(
+        ("--gpu-memory-utilization",),
         "memory.fraction",
-        "share of the device's memory for the engine; default: sized by measurement",
+        "share of the device's memory for the whole engine; default: 0.98 on a GPU",
         float,
     ),
     Flag(("--max-total-tokens",), "memory.kv_tokens", "size of the KV pool in tokens", int),

@@ -11,36 +11,48 @@ from glowplug.core.plugin.component import Check, CheckContext, Component, Packa
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plugin.options import AttentionOptions
-from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SGL_KERNEL
+from glowplug.plugins.attention.shared.hopper_libraries import (
+    HOPPER,
+    SGL_KERNEL,
+    SIXTEEN_BITS,
+    check_kv_is_compute,
+)
 from glowplug.plugins.attention.shared.prefill_bytes import mha_bytes
 from glowplug.plugins.attention.shared.table_bytes import fa3_mha_bytes
 
 NAME = "fa3_mha"
-HEAD_DIM = 128  #: the only head size tried with the library
-# NOTE: a kernel that is missing from the library's build ends the process, so only sizes and dtypes
-# that were seen to run are admitted.
-DTYPES = frozenset({"bfloat16"})
+#: head sizes that the library is compiled for. NOTE: a kernel that is missing from the library's
+#: build ends the process. The published builds 0.4.2, 0.4.2.post2 and 0.4.10 define
+#: ``run_mha_fwd_`` for Hopper with these sizes in both dtypes, split and paged.
+HEAD_DIMS = frozenset({64, 96, 128, 192, 256})
 
 
 class Fa3MhaOptions(AttentionOptions):
     use: Literal["fa3_mha"] = "fa3_mha"
 
 
-def check_heads(name: str) -> Check:
-    """Return a check that refuses head sizes not tried with the library.
+def check_heads(name: str, sizes: frozenset[int]) -> Check:
+    """Return a check that refuses other head sizes, and a KV cache not in the compute dtype.
 
-    ``name``: name of the attention backend, for the refusal.
+    An 8-bit KV cache is left to the offers.
+
+    Args:
+        name: name of the attention backend, for the refusals.
+        sizes: head sizes that the backend supports.
     """
+    same_dtype = check_kv_is_compute(name)
 
     def check(context: CheckContext) -> Iterator[Refusal]:
         model = context.facts.model
-        if model.kind == "mha" and model.head_dim != HEAD_DIM:
+        if model.kind == "mha" and model.head_dim not in sizes:
+            shown = ", ".join(map(str, sorted(sizes)))
             yield Refusal(
                 name,
                 "attention.use",
-                f"{name} supports a head size of {HEAD_DIM}; this model's is {model.head_dim}",
+                f"{name} supports head sizes of {shown}; this model's is {model.head_dim}",
                 'attention.use = "auto"',
             )
+        yield from same_dtype(context)
 
     return check
 
@@ -51,7 +63,7 @@ def register_attention_backends() -> list[Component]:
         Component(
             name=NAME,
             options=Fa3MhaOptions,
-            check=check_heads(NAME),
+            check=check_heads(NAME, HEAD_DIMS),
             factory="glowplug.plugins.attention.mha.fa3_runtime:Fa3Mha",
             requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
             offers=AttentionOffers(
@@ -59,8 +71,8 @@ def register_attention_backends() -> list[Component]:
                 kv_entries=head_entries,
                 devices=frozenset({"cuda"}),
                 compute=HOPPER,
-                dtypes=DTYPES,
-                kv_dtypes=DTYPES,
+                dtypes=SIXTEEN_BITS,
+                kv_dtypes=SIXTEEN_BITS,
                 first_key=True,
                 modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
                 work=mha_bytes,

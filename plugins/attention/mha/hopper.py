@@ -9,10 +9,14 @@ from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plugin.options import AttentionOptions
-from glowplug.plugins.attention.mha.fa3 import DTYPES, check_heads
+from glowplug.plugins.attention.mha.fa3 import check_heads
 from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SGL_KERNEL
 from glowplug.plugins.attention.shared.prefill_bytes import mha_bytes
 from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
+
+#: head sizes and dtypes at which the kernels' times were compared
+MEASURED_HEADS = frozenset({128})
+MEASURED_DTYPES = frozenset({"bfloat16"})
 
 
 class HopperMhaOptions(AttentionOptions):
@@ -25,7 +29,7 @@ def register_attention_backends() -> list[Component]:
         Component(
             name="hopper_mha",
             options=HopperMhaOptions,
-            check=check_heads("hopper_mha"),
+            check=check_heads("hopper_mha", MEASURED_HEADS),
             factory="glowplug.plugins.attention.mha.hopper_runtime:HopperMha",
             requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
             offers=AttentionOffers(
@@ -33,8 +37,8 @@ def register_attention_backends() -> list[Component]:
                 kv_entries=head_entries,
                 devices=frozenset({"cuda"}),
                 compute=HOPPER,
-                dtypes=DTYPES,
-                kv_dtypes=DTYPES | {"fp8_e4m3", "fp8_e5m2"},
+                dtypes=MEASURED_DTYPES,
+                kv_dtypes=MEASURED_DTYPES | {"fp8_e4m3", "fp8_e5m2"},
                 tree=True,
                 first_key=True,
                 modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},

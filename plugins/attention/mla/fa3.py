@@ -13,7 +13,7 @@ from glowplug.plugins.attention.shared.hopper_libraries import (
     HOPPER,
     SGL_KERNEL,
     SIXTEEN_BITS,
-    check_kv_is_compute,
+    check_sizes_and_kv,
 )
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 from glowplug.plugins.attention.shared.table_bytes import fa3_mla_bytes
@@ -29,7 +29,7 @@ def register_attention_backends() -> list[Component]:
         Component(
             name="fa3_mla",
             options=Fa3MlaOptions,
-            check=check_kv_is_compute("fa3_mla"),
+            check=check_sizes_and_kv("fa3_mla"),
             factory="glowplug.plugins.attention.mla.fa3_runtime:Fa3Mla",
             requires=(Package(SGL_KERNEL, ">=0.4.2"),),
             offers=AttentionOffers(

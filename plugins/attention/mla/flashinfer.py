@@ -21,7 +21,7 @@ from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.shared.hopper_libraries import (
     HOPPER,
     SIXTEEN_BITS,
-    check_kv_is_compute,
+    check_sizes_and_kv,
 )
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 from glowplug.plugins.attention.shared.table_bytes import shifted_bytes
@@ -29,7 +29,7 @@ from glowplug.plugins.attention.shared.table_bytes import shifted_bytes
 TILE_QUERIES = 128  #: most queries (tokens x heads) of a row in one tile of the kernel
 WORKSPACE_BYTES = 128 << 20  #: workspace for partial results, sized as flashinfer documents
 
-_check_sizes = check_kv_is_compute("flashinfer_mla")
+_check_sizes = check_sizes_and_kv("flashinfer_mla")
 
 
 class FlashInferMlaOptions(AbsorbedOptions):

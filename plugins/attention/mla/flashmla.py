@@ -19,7 +19,7 @@ from glowplug.plugins.attention.shared.hopper_libraries import (
     HOPPER,
     SGL_KERNEL,
     SIXTEEN_BITS,
-    check_kv_is_compute,
+    check_sizes_and_kv,
 )
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 from glowplug.plugins.attention.shared.table_bytes import shifted_bytes
@@ -32,7 +32,7 @@ FP8_ROWS_MAX = 4095
 #: which gets at least one multiprocessor
 FP8_WIDTH_MAX = 32
 
-_check_sizes = check_kv_is_compute("flashmla")
+_check_sizes = check_sizes_and_kv("flashmla")
 
 
 class FlashMlaOptions(AbsorbedOptions):

@@ -18,7 +18,7 @@ from glowplug.plugins.attention.shared.hopper_libraries import (
     HOPPER,
     SGL_KERNEL,
     SIXTEEN_BITS,
-    check_kv_is_compute,
+    check_sizes_and_kv,
 )
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 
@@ -76,7 +76,7 @@ def register_attention_backends() -> list[Component]:
         Component(
             name="hopper_mla",
             options=HopperMlaOptions,
-            check=check_kv_is_compute("hopper_mla"),
+            check=check_sizes_and_kv("hopper_mla"),
             factory="glowplug.plugins.attention.mla.hopper_runtime:HopperMla",
             requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
             offers=AttentionOffers(

@@ -1,4 +1,4 @@
-"""Checks shared by the latent-attention libraries for Hopper, compiled for fixed head sizes."""
+"""Checks shared by the libraries for Hopper, which are compiled for fixed sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -50,15 +50,12 @@ def check_sizes(name: str) -> Check:
 
 
 def check_kv_is_compute(name: str) -> Check:
-    """Return a check that refuses unsupported head sizes and dtypes of the KV cache.
+    """Return a check that refuses a 16-bit KV cache in another dtype than the compute dtype.
 
-    Head sizes are checked as by :func:`check_sizes`; a 16-bit KV cache must have the compute dtype.
     ``name``: name of the attention backend, for the refusals.
     """
-    sizes = check_sizes(name)
 
     def check(context: CheckContext) -> Iterator[Refusal]:
-        yield from sizes(context)
         compute = context.values.dtype
         kept = context.values.kv_dtype
         if kept in SIXTEEN_BITS and kept != compute:
@@ -68,5 +65,20 @@ def check_kv_is_compute(name: str) -> Check:
                 f"{name} reads a KV cache in the compute dtype {compute}, not in {kept}",
                 'attention.kv_dtype = "auto"',
             )
+
+    return check
+
+
+def check_sizes_and_kv(name: str) -> Check:
+    """Return a check that does what ``check_sizes`` and ``check_kv_is_compute`` do.
+
+    ``name``: name of the attention backend, for the refusals.
+    """
+    sizes = check_sizes(name)
+    same_dtype = check_kv_is_compute(name)
+
+    def check(context: CheckContext) -> Iterator[Refusal]:
+        yield from sizes(context)
+        yield from same_dtype(context)
 
     return check

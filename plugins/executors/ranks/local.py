@@ -19,6 +19,7 @@ from glowplug.core.step.messages import Failed, Outbound, Progress, decode_outbo
 from glowplug.plugins.executors.ranks.failure_cause import (
     QUIET,
     SETTLE,
+    SPAWNING,
     FailureKind,
     Trouble,
     Watch,
@@ -31,6 +32,13 @@ logger = logging.getLogger("glowplug.engine")
 GRACE = 5.0  #: seconds that a rank has to end by itself before it is killed
 #: longest wait of one read of the pipes during ``settle``, in seconds
 SETTLE_READ_SECONDS = 0.05
+#: exit code of a rank's process whose import of the main script came to start an engine again
+UNGUARDED_SCRIPT = 79
+#: explanation of this exit code
+UNGUARDED_TEXT = (
+    "it imports the main script, which starts an engine again: put the code of the script under "
+    'if __name__ == "__main__":'
+)
 
 
 class LocalRanks:
@@ -55,7 +63,13 @@ class LocalRanks:
         return [process.pid for process in self._processes.values()]
 
     def spawn(self, plan: EnginePlan, rendezvous: str, build: BuildLoop | None = None) -> None:
-        """Start all processes; ``build``: see ``rank_main``."""
+        """Start all processes; ``build``: see ``rank_main``.
+
+        Raises:
+            SystemExit: this process is itself a rank that still imports the main script.
+        """
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise SystemExit(UNGUARDED_SCRIPT)
         context = multiprocessing.get_context("spawn")
         self.watch = Watch(self.ranks, self.watch.limit)
         for rank in self.ranks:
@@ -104,7 +118,9 @@ class LocalRanks:
         except (EOFError, OSError):
             pipe.close()
             self._processes[rank].join(SETTLE)
-            self.watch.ended(rank, f"exit code {self._processes[rank].exitcode}")
+            code = self._processes[rank].exitcode
+            unguarded = code == UNGUARDED_SCRIPT and self.watch.phase(rank) == SPAWNING
+            self.watch.ended(rank, UNGUARDED_TEXT if unguarded else f"exit code {code}")
             return []
         messages = decode_outbound(frame)
         self.watch.received(rank, messages)

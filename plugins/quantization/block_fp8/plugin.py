@@ -172,6 +172,7 @@ def register_quantization_schemes() -> list[Component]:
                 places_experts=True,
                 experts_work=fp8_experts,
                 peak_tokens=fp8_peak_tokens,
+                aliases=frozenset({METHOD}),
             ),
             uses={**LIBRARIES, **MASKED_LIBRARY},
             summary="E4M3 weights in 128x128 blocks, native or quantised while loading",

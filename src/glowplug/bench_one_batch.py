@@ -1,0 +1,9 @@
+"""``python -m glowplug.bench_one_batch`` is ``glowplug bench one-batch``."""
+
+import sys
+
+from glowplug.entrypoints.cli.main import main
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["bench", "one-batch"]
+    raise SystemExit(main())
