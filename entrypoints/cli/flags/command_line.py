@@ -167,10 +167,19 @@ def _resolve_attention(layer: Layer, plugins: PluginSet) -> None:
     path = "attention.use"
     if not layer.origins.get(path, "").startswith("--attention-backend"):
         return
-    name = value_at(layer.data, path)
+    model = str(layer.data.get("model", EMBEDDED))
+    set_path(layer.data, path, attention_backend(value_at(layer.data, path), model, plugins))
+
+
+def attention_backend(name: str, model: str, plugins: PluginSet) -> str:
+    """Return the name of the backend that ``name``, such as "fa3", stands for with a model.
+
+    A name that stands for no backend is returned unchanged, and the plan refuses it.
+    """
+    if plugins.find("attention", name):
+        return name
     try:
-        kind = plugins.read_model(str(layer.data.get("model", EMBEDDED))).facts.kind
+        full = f"{name}_{plugins.read_model(model).facts.kind}"
     except GlowplugError:
-        return  # the plan reports it
-    if not plugins.find("attention", name) and plugins.find("attention", f"{name}_{kind}"):
-        set_path(layer.data, path, f"{name}_{kind}")
+        return name  # the plan reports it
+    return full if plugins.find("attention", full) else name
