@@ -209,6 +209,14 @@ def test_results_before_a_failure_are_kept(tmp_path: Path) -> None:
     assert "out of memory [1]" in line and "not run [1]" in line
 
 
+def test_options_of_a_section_keep_the_other_defaults(tmp_path: Path) -> None:
+    """A refusal of every row is the command's."""
+    words = ["--vary", "radix=off", "--set", "executor.oversubscribe=true", "--dry-run"]
+    assert main(["ablate", "--output-file", str(tmp_path / "a.json"), *words]) == 0
+    status, document = ablate(tmp_path, "--vary", "graphs=on", "--set", "graphs.use=cuda_graph")
+    assert status == 2 and {row["status"] for row in document["rows"]} == {"refused"}
+
+
 # ---- the same command again ----------------------------------------------------------------------
 
 RESULTS = {"single": {"tokens_per_s": 5.0, "ttft_ms": 1.0, "answers": "", "accept_length": None}}

@@ -150,7 +150,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure the rows and write the tables.
 
     Returns:
-        Exit status 0; 1 if a row failed (its cells have the reason); 2 if the options are refused.
+        Exit status 0; 1 if a row failed (its cells have the reason); 2 if the options or all rows
+            are refused.
     """
     try:
         ablation = Ablation(args)
@@ -249,6 +250,8 @@ class Ablation:
             self._take(row, ends)
         document = self._file.document()
         self._write(document)
+        if all(row.plan is None for row in self._rows):
+            return 2
         failed = [one for one in document["rows"] if one["status"] == record.FAILED]
         return 1 if failed else 0
 

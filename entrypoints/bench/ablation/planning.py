@@ -59,13 +59,17 @@ def base_config(given: Mapping[str, Any], load: AblationLoad, positions: int) ->
     config = {
         "model": EMBEDDED,
         "context_length": min(positions, max(MIN_CONTEXT, (load.input_len or 0) + load.output_len)),
-        "executor": {"use": "multiprocess"},
         **given,
     }
     if load.input_len is not None:
         config.setdefault("skip_tokenizer", True)
-    running = {"max_running_requests": max((1, *load.levels))}
-    return {**config, "scheduler": {**running, **config.get("scheduler", {})}}
+    sections = {
+        "executor": {"use": "multiprocess"},
+        "scheduler": {"max_running_requests": max((1, *load.levels))},
+    }
+    return config | {
+        name: {**defaults, **config.get(name, {})} for name, defaults in sections.items()
+    }
 
 
 def plan_rows(
