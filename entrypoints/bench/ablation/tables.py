@@ -217,12 +217,14 @@ def _conditions(document: Record, record: str) -> str:
     prompts = (
         f"random prompts of {load['input_len']} tokens" if load["input_len"] else "text prompts"
     )
+    loads = [row["load_average"] for row in document["rows"] if "load_average" in row]
+    busy = f" Load average of the host: {min(loads):.1f} to {max(loads):.1f}." if loads else ""
     models = dict.fromkeys(Path(str(row["model"])).name for row in document["rows"])
     return (
         f"{', '.join(models)} on {document['card']}; glowplug {document['glowplug']} "
         f"({document['commit'] or 'no checkout'}), {packages}; {document['date'][:10]}. "
         f"{prompts[0].upper()}{prompts[1:]}, at most {load['output_len']} output tokens; a fresh "
-        f"engine for each row. Record: [{record}]({record}).\n\n"
+        f"engine for each row.{busy} Record: [{record}]({record}).\n\n"
         f"    {document['command']}"
     )
 
