@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from glowplug.core.plan.plan import EnginePlan
     from glowplug.entrypoints.front.llm import LLM
 
-GIB = 1 << 30
 START, SINGLE = "start", "single query"  #: phases of a row; the others are the levels
 OUT_OF_MEMORY = "out of memory"
 CACHE_LINE = "kv cache"  #: line of the memory budget

@@ -16,7 +16,7 @@ OURS_COLOR = "#1f5fa8"
 FLOOR_COLOR = "#555555"
 INK = "#222222"
 PALE_INK = "#777777"
-PALE = "#b9c2cc"  #: planned values, and rows without a number
+PALE = "#b9c2cc"  #: planned values
 #: colours of others, in the order of their first appearance in a panel
 COLORS = ("#d9822b", "#4c9a62", "#8c6bb1", "#c4547a", "#6b7a8a", "#a98b2d")
 #: fixed colours, so that an engine has the same one in every chart
