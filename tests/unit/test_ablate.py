@@ -165,7 +165,7 @@ def test_rows_that_run_and_rows_that_are_refused(
     assert page.count("refused [1]") == 3 and "nextn=0 (base)" in page
     assert f"{base['offline'][1]['total_throughput']:.1f} (" in page
     chart = (tmp_path / "ablation.svg").read_text()
-    assert ">refused<" in chart and ">nextn=2<" in chart and "![" in page
+    assert ">refused<" in chart and ">3. nextn=2<" in chart and "![" in page
 
 
 FAULTY = ["--plugin", "tests.e2e.fault_plugin", "--queries", "1"]

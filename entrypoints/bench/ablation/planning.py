@@ -63,7 +63,7 @@ def base_config(given: Mapping[str, Any], load: AblationLoad, positions: int) ->
     }
     if load.input_len is not None:
         config.setdefault("skip_tokenizer", True)
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "executor": {"use": "multiprocess"},
         "scheduler": {"max_running_requests": max((1, *load.levels))},
     }
