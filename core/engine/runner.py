@@ -111,7 +111,8 @@ class Runner:
         if self._speculates:
             self._feed(batch)
             tree = batch.tree
-            if batch.num_decodes and (tree is not None or not self._on_host):
+            exact = tree is None and (batch.placed or self._on_host)
+            if batch.num_decodes and not exact:
                 run("places", partial(self._place, batch))
             batch.tree_mask = None if tree is None else tree.mask
         self.attention.plan_step(batch, batch.pieces.key("forward"))
