@@ -58,6 +58,10 @@ COMMANDS: dict[str, Command] = {
         "glowplug.entrypoints.bench.ablation.command",
         "measure techniques on and off, a fresh engine for each row of a table",
     ),
+    "eval": Command(
+        "glowplug.entrypoints.evaluation",
+        "measure accuracy: gsm8k, mmlu, ...",
+    ),
     "tune": Command(
         "glowplug.entrypoints.cli.commands.tune",
         "measure kernels for a model on this GPU and keep the fastest",
