@@ -1,5 +1,5 @@
-"""Write the pages that come from code: hooks, options, combinations. ``--check``: only say whether
-they are current.
+"""Write the pages that come from code (hooks, options, combinations), and the charts, which come
+from records of benchmarks. ``--check``: only say whether they are current.
 
 python docs/generate.py [--check]
 """
@@ -22,6 +22,7 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(DOCS)]
 
 import combinations  # noqa: E402
+import figures  # noqa: E402
 import published  # noqa: E402
 
 from glowplug.core import protocols  # noqa: E402
@@ -305,6 +306,12 @@ def main(check: bool) -> int:
             stale.append(name)
             if not check:
                 page.write_text(text)
+    for path, text in figures.drawn():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
     if not check:
         stale += [
             str(page.relative_to(ROOT))

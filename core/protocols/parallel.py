@@ -346,7 +346,7 @@ class Collectives(Protocol):
             values: int64 [N].
 
         Returns:
-            int64 [ranks, N].
+            int64 [ranks, N], which the caller must not change: it may be read-only.
         """
         ...
 

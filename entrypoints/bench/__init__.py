@@ -35,6 +35,7 @@ COMMANDS = {
         "hours of mixed requests, in this process: no errors, no memory growth, no leaked pages",
     ),
     "table": ("table", "a table of results that `serving` or `one-batch` wrote"),
+    "plot": ("plot", "charts of results as SVG: speed, latency, floors, kernels, starts, memory"),
     "peers": ("peers", "our results beside those of other engines, with ratios and the floor"),
     "versus": (
         "versus",

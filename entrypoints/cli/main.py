@@ -54,6 +54,10 @@ COMMANDS: dict[str, Command] = {
         "print the JSON Schema of the configuration, for editors",
     ),
     "bench": Command("glowplug.entrypoints.bench", "run benchmarks: one-batch, serving, ..."),
+    "ablate": Command(
+        "glowplug.entrypoints.bench.ablation.command",
+        "measure techniques on and off, a fresh engine for each row of a table",
+    ),
     "eval": Command(
         "glowplug.entrypoints.evaluation",
         "measure accuracy: gsm8k, mmlu, ...",

@@ -69,8 +69,7 @@ class DpAttention(Unsplit):
         )
 
     def agree(self, local: StepShape) -> StepShape:
-        every: NDArray[np.int64] = self._collectives.all_gather_numbers(self._numbers(local))
-        drafts = self._widen(every)
+        drafts, every = self._widen(self._collectives.all_gather_numbers(self._numbers(local)))
         groups = every[self._leaders]
         mode, rows, tokens, decodes = every[:, :4].max(axis=0).tolist()
         self._router.loads = [GroupLoad(*numbers) for numbers in groups[:, 4:8].tolist()]
@@ -106,23 +105,24 @@ class DpAttention(Unsplit):
             np.int64,
         )
 
-    def _widen(self, every: NDArray[np.int64]) -> DraftShape | None:
+    def _widen(self, every: NDArray[np.int64]) -> tuple[DraftShape | None, NDArray[np.int64]]:
         """Count the tokens of every rank as if its drafts had the largest size of any rank.
 
         Args:
-            every: the numbers of each rank, [ranks, 9]; the last one is
-                the size's place among those of the plan, from 1, 0 for none. Changed in place.
+            every: the numbers of each rank, [ranks, 9], possibly read-only; the last one is
+                the size's place among those of the plan, from 1, 0 for none.
 
         Returns:
-            The largest size; None if no rank has one.
+            The largest size, or None if no rank has one; and the numbers with those tokens.
         """
         places = every[:, 8]
         if not places.any():
-            return None
+            return None, every
         widths = np.array([0, *(shape.tokens for shape in self._shapes)])
         place = int(places.max())
-        every[:, 2] += every[:, 3] * np.where(places > 0, widths[place] - widths[places], 0)
-        return self._shapes[place - 1]
+        wider = every.copy()
+        wider[:, 2] += every[:, 3] * np.where(places > 0, widths[place] - widths[places], 0)
+        return self._shapes[place - 1], wider
 
     def router(self) -> RequestRouter | None:
         return self._router

@@ -25,9 +25,12 @@ from packaging.utils import canonicalize_name
 from tests.support.source_tree import ROOT
 
 
-def dependencies() -> dict[str, Distribution]:
+def dependencies(*extras: str) -> dict[str, Distribution]:
     """Return the installed distributions of the project's dependencies and of theirs, by normalised
     name.
+
+    Args:
+        extras: the project's extras whose packages are among them.
 
     Raises:
         PackageNotFoundError: One of them is not installed.
@@ -35,6 +38,8 @@ def dependencies() -> dict[str, Distribution]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found: dict[str, Distribution] = {}
     waiting = [Requirement(text) for text in project["dependencies"]]
+    for extra in extras:
+        waiting += map(Requirement, project["optional-dependencies"][extra])
     seen: set[tuple[str, str]] = set()
     while waiting:
         requirement = waiting.pop()
@@ -73,13 +78,17 @@ def link(distribution: Distribution, site: Path) -> None:
                 break
 
 
-def make(folder: Path) -> Path:
+def make(folder: Path, *extras: str) -> Path:
     """Make the environment in ``folder`` with this tree as its glowplug, and return its
     interpreter.
+
+    Args:
+        folder: the folder to make.
+        extras: the project's extras whose packages are in it.
     """
     venv.create(folder, symlinks=True)
     site = next((folder / "lib").glob("python*/site-packages"))
-    for distribution in dependencies().values():
+    for distribution in dependencies(*extras).values():
         link(distribution, site)
     (site / "glowplug.pth").write_text(f"{ROOT / 'src'}\n")
     return folder / "bin" / "python"

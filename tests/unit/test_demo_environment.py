@@ -30,6 +30,7 @@ EXTRAS = {"triton", "flashinfer", "sgl_kernel", "deep_gemm", "ray"}
 #: packages that a single folder may import -> the folder's reason
 APART = {
     "pytest": "core/testing/",  # suites that plugin authors run under pytest
+    "matplotlib": "entrypoints/bench/plots/",  # an extra: charts are refused without it
     "transformers": "entrypoints/bench/",
     "vllm": "entrypoints/bench/",
 }  # comparison targets of the benchmarks

@@ -173,9 +173,10 @@ class ThreadCollectives:
         return self._exchange(self.world, ("all_gather_bytes",), data)
 
     def all_gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.stack(
-            self._exchange(self.world, ("all_gather_numbers", values.shape), values.copy())
-        )
+        every = self._exchange(self.world, ("all_gather_numbers", values.shape), values.copy())
+        found = np.stack(every)
+        found.flags.writeable = False
+        return found
 
     def close(self) -> None:
         return None

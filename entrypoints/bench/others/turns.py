@@ -109,12 +109,21 @@ class MeasuredProgram:
                 than ``timeout`` seconds.
         """
         self.check()
-        try:
-            status = self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise self._failed(f"did not end in {timeout:g} s") from None
+        status = self.wait(timeout)
+        if status is None:
+            raise self._failed(f"did not end in {timeout:g} s")
         if status:
             raise self._failed(f"ended with {status}")
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait until the program has ended and return its status, negative for a signal.
+
+        The result is None if the program still runs after ``timeout`` seconds.
+        """
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
 
     def end(self, patience: float = 30.0) -> None:
         """Terminate the program, then kill what is left of its process group.

@@ -168,9 +168,18 @@ def _resolve_attention(layer: Layer, plugins: PluginSet) -> None:
     path = "attention.use"
     if not layer.origins.get(path, "").startswith("--attention-backend"):
         return
-    name = value_at(layer.data, path)
+    model = str(layer.data.get("model", EMBEDDED))
+    set_path(layer.data, path, attention_backend(value_at(layer.data, path), model, plugins))
+
+
+def attention_backend(name: str, model: str, plugins: PluginSet) -> str:
+    """Return the name of the backend that ``name``, such as "fa3", stands for with a model.
+
+    A name that stands for no backend is returned unchanged, and the plan refuses it. For a model
+    that cannot be read it stands for the library's first backend.
+    """
     if plugins.find("attention", name):
-        return
+        return name
     of_library = {
         f"{name}_{kind}": kind
         for found in plugins.components("attention")
@@ -178,8 +187,8 @@ def _resolve_attention(layer: Layer, plugins: PluginSet) -> None:
         if found.component.name == f"{name}_{kind}"
     }
     try:
-        kind = plugins.read_model(str(layer.data.get("model", EMBEDDED))).facts.kind
+        kind = plugins.read_model(model).facts.kind
     except GlowplugError:
         kind = next(iter(of_library.values()), "")
-    if f"{name}_{kind}" in of_library:
-        set_path(layer.data, path, f"{name}_{kind}")
+    full = f"{name}_{kind}"
+    return full if full in of_library else name
