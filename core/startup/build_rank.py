@@ -30,6 +30,7 @@ from glowplug.core.protocols import Collectives, Model, Scheduler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
+from glowplug.core.startup.compile_time import CompileTime
 from glowplug.core.startup.components import build_component, plain_scheme
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
 from glowplug.core.startup.load_weights import load_model
@@ -90,6 +91,7 @@ class RankBuilder:
         plan: the plan; ``build`` sets its number of pages to the one that the rank really has.
         phases: durations of the start-up phases, and their log lines.
         worker: the rank's number, device and mesh coordinates, with ``clock``.
+        compilers: seconds in compilers since the start.
         memory: measurements of the rank's memory.
     """
 
@@ -101,6 +103,7 @@ class RankBuilder:
         self.plugins = plugins
         self.phases = Phases(report, note)
         self.worker = replace(worker, clock=self.clock)
+        self.compilers = CompileTime(worker.device)
         self.memory = RankMemory(plan, worker)
 
     def component(self, slot: str) -> Any:
@@ -283,9 +286,9 @@ class RankBuilder:
     def info(self, parallel: ParallelStack) -> dict[str, Any]:
         """Return this rank's part of /server_info.
 
-        These are the seconds of each start-up phase, the planned and measured bytes of each budget
-        line and, if ranks share the experts, how many of this rank's tokens chose each expert, by
-        layer.
+        These are the seconds of each start-up phase and in compilers (during the phases and since),
+        the planned and measured bytes of each budget line and, if ranks share the experts, how many
+        of this rank's tokens chose each expert, by layer.
 
         On the CPU, the measured bytes of the KV pool are those of its touched part: untouched pages
         cost nothing.
@@ -293,6 +296,7 @@ class RankBuilder:
         sizes = self.plan.sizes
         info = {
             "startup_seconds": self.phases.seconds,
+            "compile_seconds": self.compilers.seconds,
             "kv_bytes": sizes.kv_bytes,
             "memory": self.memory.report(),
             "max_total_num_tokens": (sizes.num_pages - 1) * sizes.page_size,

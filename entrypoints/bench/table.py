@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from glowplug.entrypoints.bench.load.metrics import per_user_throughput
 from glowplug.entrypoints.bench.others import report
 
 COLUMNS = (
@@ -144,9 +145,8 @@ def by_columns(
 def cells(record: Record, columns: Sequence[str]) -> list[object]:
     """Return the values of a record in the given columns; "-" where there is none."""
     values = dict(record)
-    tpot = values.get("mean_tpot_ms")
-    if "per_user_throughput" not in values and tpot:
-        values["per_user_throughput"] = 1e3 / tpot  # records of other tools
+    # computed anew: records of other tools lack it, and older ones of ours have 1000 / TPOT
+    values["per_user_throughput"] = per_user_throughput(record)
     for name, (sglang_key, factor) in SGLANG_KEYS.items():
         if sglang_key in record:
             values.setdefault(name, record[sglang_key] * factor)
