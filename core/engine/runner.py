@@ -120,7 +120,11 @@ class Runner:
             meanwhile()
         accept = partial(self._accept, batch, logits, hidden)
         key = None if batch.pieces is DIRECT else self.sampler.capture_key()
-        return (accept() if key is None else run(f"accept {key}", accept)), hidden
+        accepted = accept() if key is None else run(f"accept {key}", accept)
+        extend = self.draft_extend
+        if extend.apart and extend.after is not None and batch.pieces is not DIRECT:
+            extend.after(batch, accepted, hidden)
+        return accepted, hidden
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return the logits of a step that samples nothing, float32 [rows, V].

@@ -31,7 +31,7 @@ from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
 from glowplug.core.startup.compile_time import CompileTime
-from glowplug.core.startup.components import build_component, plain_scheme
+from glowplug.core.startup.components import build_component, draft_extend_of, plain_scheme
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.startup.memory_fit import RankMemory
@@ -79,6 +79,7 @@ def build_context(
         collectives=collectives,
         attention=components["attention"],
         ops=components["ops"],
+        draft_extend=draft_extend_of(plan),
         spare=plan.sizes.positions - plan.sizes.context_length,
     )
 

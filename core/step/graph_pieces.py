@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from glowplug.core.step.batch import Accepted, Batch
+
 T = TypeVar("T")
 
 
@@ -124,18 +126,24 @@ class ExtendWork:
 class DraftExtend:
     """A draft's pass over the tokens of a step (``Mode.DRAFT_EXTEND``), which may be replayed.
 
-    It matters above all for prompts. A rank has one object. The speculative algorithm sets the pass
-    and calls it here in an eager step (``batch.pieces`` is ``DIRECT``); in a captured step the
-    pass is part of the step's pieces. The call reads ``hidden`` of the target's pass and may
+    A rank has one object. The speculative algorithm sets the pass and calls it here in an eager
+    step (``batch.pieces`` is ``DIRECT``). In a captured step the pass is part of the step's pieces;
+    or, if it is ``apart``, the algorithm leaves it out, and ``after`` runs it eagerly behind the
+    last piece. The call reads ``hidden`` of the target's pass and may
     overwrite that pass's results, so nothing may read them afterwards.
 
     Attributes:
         work: the pass; set by the algorithm in ``reserve``; None if it has no such pass.
         replacement: replacement of every call once a graph runner has captured the pass; None:
             ``work`` is called directly.
+        apart: whether captured steps leave the pass out (``graphs.draft_extend = false``).
+        after: the pass of a captured step that has left it out, a function of the batch, the
+            accepted tokens and the hidden states; set by the algorithm in ``reserve``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool = False) -> None:
+        self.apart = apart
+        self.after: Callable[[Batch, Accepted, Tensor], None] | None = None
         self.work: ExtendWork | None = None
         self.replacement: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
 

@@ -100,6 +100,7 @@ class ModelDrafts:
             limits.num_pages, limits.hidden, self._page_size, self._dtype, self._device
         )
         self._draft_extend.work = ExtendWork(self._model.fill, limits.hidden, self._dtype)
+        self._draft_extend.after = self._extend
 
     def _shape_of(self, batch: Batch) -> DraftShape:
         """Return the size of the drafts of the decode rows of ``batch``."""
@@ -294,11 +295,17 @@ class ModelDrafts:
         accepted = verify(logits, batch, shape.tokens, ends, sampler)
         self._page_ends.keep(batch, accepted, hidden)
         self._remember(batch, newest_tokens(batch, accepted, ends), hidden)
-        # a group without tokens still takes part in the exchanges of the others
-        if shape.steps or self._grouped or batch.num_decodes < batch.num_rows:
-            lacking = uncached_tokens(batch, accepted, shape.steps, self._page_size)
-            self._fill(batch, lacking, hidden)
+        if batch.pieces is DIRECT or not self._draft_extend.apart:
+            self._extend(batch, accepted, hidden)
         return accepted
+
+    def _extend(self, batch: Batch, accepted: Accepted, hidden: Tensor) -> None:
+        """Write the draft's cache entries of the step's tokens."""
+        steps = self._shape_of(batch).steps
+        # a group without tokens still takes part in the exchanges of the others
+        if steps or self._grouped or batch.num_decodes < batch.num_rows:
+            lacking = uncached_tokens(batch, accepted, steps, self._page_size)
+            self._fill(batch, lacking, hidden)
 
     def _accept_on_host(
         self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler
