@@ -121,9 +121,7 @@ class Runner:
         accept = partial(self._accept, batch, logits, hidden)
         key = None if batch.pieces is DIRECT else self.sampler.capture_key()
         accepted = accept() if key is None else run(f"accept {key}", accept)
-        extend = self.draft_extend
-        if extend.apart and extend.after is not None and batch.pieces is not DIRECT:
-            extend.after(batch, accepted, hidden)
+        self.draft_extend.run_after(batch, accepted, hidden)
         return accepted, hidden
 
     def logits(self, batch: Batch) -> torch.Tensor:

@@ -164,3 +164,14 @@ class DraftExtend:
         else:
             assert self.work is not None, "the speculative algorithm has not set its pass"
             self.work.extend(ids, positions, kv_slots, hidden[source])
+
+    def run_after(self, batch: Batch, accepted: Accepted, hidden: Tensor) -> None:
+        """Run the pass behind a captured step that has left it out; else do nothing.
+
+        Args:
+            batch: the step's batch.
+            accepted: the tokens accepted in the step.
+            hidden: [T, hidden], hidden states of the target.
+        """
+        if self.apart and self.after is not None and batch.pieces is not DIRECT:
+            self.after(batch, accepted, hidden)

@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     """Measure every concurrency, print and save the records, and return the exit status."""
-    target = _target(args)
-    refuse_simulation(args)
-    metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
-    load_of(args, None)  # likewise
-    server = await _inspect_server(target, args)
     failed = 0
-    for concurrency, count in _sweep(args):
-        prompts = _prompts(args, server, count)
-        record, outcomes = await _measure_one(args, target, server, prompts, concurrency)
-        server = replace(server, info=await _info(target))
+    async for record, outcomes in runs(args):
         failed += record["failed"]
         print(
             report.serving_report(record, args.percentile_metrics, args.metric_percentiles),
@@ -86,6 +78,24 @@ async def _run(args: argparse.Namespace) -> int:
             print(f"failed: {error}", file=sys.stderr)
         _save(args, record, outcomes)
     return 1 if failed else 0
+
+
+async def runs(args: argparse.Namespace) -> AsyncIterator[tuple[metrics.Record, list[Outcome]]]:
+    """Measure every concurrency of the options; yield each record and the requests' outcomes.
+
+    Raises:
+        OSError: the server cannot be reached.
+        ValueError: the options contradict each other, or the server does not fit them.
+    """
+    target = _target(args)
+    refuse_simulation(args)
+    metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
+    load_of(args, None)  # likewise
+    server = await _inspect_server(target, args)
+    for concurrency, count in _sweep(args):
+        prompts = _prompts(args, server, count)
+        yield await _measure_one(args, target, server, prompts, concurrency)
+        server = replace(server, info=await _info(target))
 
 
 def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:

@@ -175,7 +175,13 @@ def _point(record: Record) -> tuple[object, ...]:
     return tuple(record.get(name) for name in ("max_concurrency", *BATCH_KEYS))
 
 
-def _percent(old: object, new: object) -> object:
+def percent(old: object, new: object) -> float | None:
+    """Return the change from ``old`` to ``new`` in percent; None if they are no numbers."""
     if isinstance(old, int | float) and isinstance(new, int | float) and old:
-        return f"{(new / old - 1) * 100:+.1f}"
-    return "-"
+        return (new / old - 1) * 100
+    return None
+
+
+def _percent(old: object, new: object) -> str:
+    change = percent(old, new)
+    return "-" if change is None else f"{change:+.1f}"
