@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -57,10 +58,9 @@ class TritonTime:
 @cache
 def _watched_triton() -> TritonTime:
     """Return the listener of this process, which Triton calls after each compilation."""
-    from triton import knobs
-
-    listener = TritonTime(knobs.compilation.listener)
-    knobs.compilation.listener = listener
+    compilation = import_module("triton").knobs.compilation
+    listener = TritonTime(compilation.listener)
+    compilation.listener = listener
     return listener
 
 
