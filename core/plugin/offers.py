@@ -95,6 +95,9 @@ class AttentionOffers(Offers):
         short_rows: function from the number of heads on a rank to batch sizes, in rows of one
             token. At these sizes, a faster kernel decodes batches that have only short rows
             (``Batch.longest`` is at most ``short_keys``).
+        measured: function from the data of a check (``CheckContext``) to the time of decode
+            attention measured on the plan's device; None, or a result of None: not measured. With
+            ``attention.use = "auto"`` measured candidates are tried in the order of their times.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -108,6 +111,7 @@ class AttentionOffers(Offers):
     reserves: Callable[[DecodingRows], int] | None = None
     short_keys: int = 0
     short_rows: Callable[[int], range] | None = None
+    measured: Callable[[Any], float | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from glowplug.core.step.batch import Accepted, Batch
 
 T = TypeVar("T")
 
@@ -143,7 +141,7 @@ class DraftExtend:
 
     def __init__(self, apart: bool = False) -> None:
         self.apart = apart
-        self.after: Callable[[Batch, Accepted, Tensor], None] | None = None
+        self.after: Callable[[Any, Any, Tensor], None] | None = None
         self.work: ExtendWork | None = None
         self.replacement: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
 
@@ -165,12 +163,12 @@ class DraftExtend:
             assert self.work is not None, "the speculative algorithm has not set its pass"
             self.work.extend(ids, positions, kv_slots, hidden[source])
 
-    def run_after(self, batch: Batch, accepted: Accepted, hidden: Tensor) -> None:
+    def run_after(self, batch: Any, accepted: Any, hidden: Tensor) -> None:
         """Run the pass behind a captured step that has left it out; else do nothing.
 
         Args:
-            batch: the step's batch.
-            accepted: the tokens accepted in the step.
+            batch: the step's ``Batch``.
+            accepted: the step's ``Accepted``.
             hidden: [T, hidden], hidden states of the target.
         """
         if self.apart and self.after is not None and batch.pieces is not DIRECT:

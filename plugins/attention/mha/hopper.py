@@ -10,9 +10,13 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.plugins.attention.mha.fa3 import DTYPES, check_heads
+from glowplug.plugins.attention.shared.attention_tables import measured_time
 from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SGL_KERNEL
 from glowplug.plugins.attention.shared.prefill_bytes import mha_bytes
 from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
+
+#: backends whose kernels decode rows; the first is this project's own
+DECODES_WITH = ("triton_mha", "fa3_mha")
 
 
 class HopperMhaOptions(AttentionOptions):
@@ -29,6 +33,7 @@ def register_attention_backends() -> list[Component]:
             factory="glowplug.plugins.attention.mha.hopper_runtime:HopperMha",
             requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
             offers=AttentionOffers(
+                measured=measured_time(*DECODES_WITH),
                 kinds=frozenset({"mha"}),
                 kv_entries=head_entries,
                 devices=frozenset({"cuda"}),

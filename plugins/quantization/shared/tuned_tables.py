@@ -16,6 +16,7 @@ from glowplug.kernels.launch.cards import TILES
 from glowplug.plugins.quantization.shared import expert_provider_choice, provider_choice
 
 TABLE_NAME = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")
+ATTENTION = "attention="  #: beginning of the names of tables of decode attention
 FIELD = "kernels.tables"
 FILES_FIELD = "kernels.table_files"
 HEAD_FIELD = "kernels.head"
@@ -62,7 +63,7 @@ def folder_remark() -> list[Decision]:
 
 def made_for(names: Iterable[str]) -> set[tuple[str, str]]:
     """Return the (GPU, Triton version) of each table of tile sizes among file names ``names``."""
-    found = (TABLE_NAME.search(name) for name in names)
+    found = (TABLE_NAME.search(name) for name in names if not name.startswith(ATTENTION))
     return {(match["card"].replace("_", " "), match["triton"]) for match in found if match}
 
 
