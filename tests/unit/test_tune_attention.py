@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from glowplug.core.errors import PlanRefused
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.plan import EnginePlan
@@ -349,3 +350,13 @@ def test_the_plan_names_other_versions(own_tables: Path, model: str) -> None:
     note = next(one for one in gpu_plan(model).decisions if one.field == tuners.FIELD)
     assert "measured with sglang-kernel 0.4.1 (here 0.4.2.post2)" in note.why
     assert "glowplug tune attention" in note.why
+
+
+def test_a_layout_that_does_not_divide_is_refused_not_looked_up(
+    own_tables: Path, model: str
+) -> None:
+    put(own_tables, 4096, {1: {"fa3_mha": 8.0}})
+    eight = replace(H200, devices=H200.devices * 8)
+    parallel = [{"use": "tensor", "size": 8}, {"use": "dp_attention", "size": 3}]
+    with pytest.raises(PlanRefused, match="cannot be divided evenly among 3 groups"):
+        gpu_plan(model, hardware=eight, parallel=parallel)

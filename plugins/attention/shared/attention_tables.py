@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from glowplug.core.facts.kv_layout import local_heads
-from glowplug.core.facts.mesh import axis_size
+from glowplug.core.facts.mesh import axis_size, divides
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.component import CheckContext
@@ -191,7 +191,7 @@ def plan_table(context: CheckContext, width: int = 1) -> dict[int, Config]:
     values = context.values
     devices = context.facts.hardware.devices
     triton = context.facts.software.packages.get("triton", "")
-    if values.device != "cuda" or not devices or not triton:
+    if values.device != "cuda" or not devices or not triton or not divides(values.mesh):
         return {}
     model = context.facts.model
     longest = context.config.context_length or model.max_positions
