@@ -136,8 +136,8 @@ def _check(args: argparse.Namespace, settings: Sequence[Setting]) -> None:
     plans = [setting.plan for setting in settings if setting.plan is not None]
     if tuple(args.vary) == DRAFT_EXTEND and not plans[0].sizes.draft_layers:
         raise ValueError(
-            "the published settings switch the graphs of a draft model, and this engine has none: "
-            "choose one (--speculative-algorithm NEXTN), or give other settings with --vary"
+            "the published settings switch the graphs of draft extend, and this engine has no such "
+            "pass: choose drafts (--speculative-algorithm NEXTN), or other settings with --vary"
         )
 
 

@@ -18,7 +18,7 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.errors import CaptureError
 from glowplug.core.step.graph_pieces import DIRECT
 from glowplug.plugins.graphs.capture.decode_graph import DecodeGraph
-from glowplug.plugins.speculative.model_drafts import ModelDrafts
+from glowplug.plugins.speculative.shared.model_drafts import ModelDrafts
 from tests.e2e.test_piecewise import COUNTS, LENGTHS, engine, prompts, results
 from tests.plugins import replaying_runtime
 from tests.support.tiny import write_config

@@ -302,8 +302,9 @@ def test_draft_extend_has_a_switch_that_the_plan_shows(planned: Any, tmp_path: P
     assert decided(decoding)["graphs.draft_extend"][2] == (
         "in decode steps; steps with prompts are not captured"
     )
-    drafts_alone = planned({"dtype": "bfloat16", "graphs": {"draft_extend": False}}, hardware=H200)
-    assert "no effect: no draft model runs" in decided(drafts_alone)["graphs.draft_extend"][2]
+    plain = planned({"dtype": "bfloat16", "graphs": {"draft_extend": False}}, hardware=H200)
+    why = decided(plain)["graphs.draft_extend"][2]
+    assert "no effect: this plan has no draft-extend pass" in why
 
 
 def test_a_draft_that_waits_for_the_host_is_not_captured_over_prompts(

@@ -86,7 +86,7 @@ def test_a_setting_that_cannot_run_has_its_reason(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "this engine has none: choose one (--speculative-algorithm NEXTN)"),
+        ([], "no such pass: choose drafts (--speculative-algorithm NEXTN)"),
         ([*DRAFTS, "--num-prompts", "5"], "as many values as each other"),
         (["--vary", "no.such=1", "other.key=2"], "unknown key"),
     ],

@@ -1,0 +1,274 @@
+"""The passes of a draft model that drafts chains and trees before a step of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
+from glowplug.core.protocols import AttentionBackend, Limits, Worker
+from glowplug.core.speculation.tree_growth import Growth, first_growth, grown_tree, next_growth
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.draft_tree import DraftTree
+from glowplug.core.step.to_device import send
+from glowplug.plugins.speculative.shared.drafting import (
+    DraftPositions,
+    NewestTokens,
+    draft_positions,
+    next_draft_batch,
+    repeated_padding,
+)
+from glowplug.plugins.speculative.shared.host_chain import next_draft_batch_host
+
+
+class DraftPasses:
+    """The base of speculative algorithms with a draft model.
+
+    A step of the target begins with the draft passes. The first one computes each row's newest
+    token, the others one draft of a chain or the frontier of a tree. State of a row, on the device:
+    its newest token, and the number of tokens in the target's cache. Entries of rejected drafts in
+    the draft's cache are overwritten before they are read.
+
+    Subclasses define :meth:`_forward` and :meth:`_pause`, and set ``_model`` and ``_attention``.
+    """
+
+    first_key = 0  #: first position with an entry in the draft's cache (``Batch.first_key``)
+    _model: Any  #: the draft model
+    _attention: AttentionBackend  #: its attention
+
+    def __init__(self, options: SpeculativeOptions, plan: EnginePlan, worker: Worker) -> None:
+        self._options = options
+        self._shape = plan.sizes.draft_shape
+        self._page_size = plan.sizes.page_size
+        self._context = plan.sizes.context_length
+        self._device = torch.device(worker.device)
+        self._dtype = worker.dtype
+        #: whether this rank must run the passes that any group of ranks needs
+        self._grouped = plan.mesh.get("dp", 1) > 1
+        self._on_host = self._device.type == "cpu"
+
+    def width(self) -> int:
+        return self._shape.tokens
+
+    def reserve(self, limits: Limits) -> None:
+        self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
+        # ones, because no sequence is empty
+        self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
+
+    def _shape_of(self, batch: Batch) -> DraftShape:
+        """Return the size of the drafts of the decode rows of ``batch``."""
+        return batch.draft_shape or self._shape
+
+    def lengths(self, batch: Batch) -> Tensor | None:
+        decodes = batch.num_decodes
+        if self._on_host:
+            return torch.from_numpy(self._computed.numpy()[batch.rows[:decodes]])
+        # NOTE: padding rows of a captured step yield tokens, too; the host's bound keeps their
+        # lengths from growing.
+        return torch.minimum(
+            self._computed[batch.row_ids[:decodes]],
+            batch.kv_lens_device[:decodes] - self._shape_of(batch).tokens,
+        )
+
+    def known_lengths(self, batch: Batch) -> Tensor:
+        """Return ``lengths``, which an algorithm with drafts always has."""
+        lengths = self.lengths(batch)
+        assert lengths is not None, "a drafting algorithm keeps lengths on the device"
+        return lengths
+
+    # ---- drafts ----------------------------------------------------------------------------------
+
+    def draft(self, batch: Batch) -> Tensor:
+        shape = self._shape_of(batch)
+        batch.tree = None
+        agreed = batch.agreed if self._grouped else None
+        if not (batch.num_decodes if agreed is None else agreed.decodes):
+            return self._last.new_empty(0, shape.tokens)
+        run = batch.pieces.run
+        if not shape.steps:
+            return run("no drafts", partial(self._pause, batch))
+        begun = run("draft places", partial(self._begin, batch))
+        if shape.is_tree:
+            tokens, batch.tree = self._draft_tree(batch, *begun)
+            return tokens
+        return self._draft_chain(batch, *begun)
+
+    def _pause(self, batch: Batch) -> Tensor:
+        """Return the newest tokens of a step without drafts, [D, 1]."""
+        raise NotImplementedError
+
+    def _states(self, rows: Tensor) -> Tensor | None:
+        """Return the hidden states that the first pass of ``rows`` continues; None for none."""
+        return None
+
+    def _begin(self, batch: Batch) -> tuple[Tensor, Tensor | None, tuple[Any, ...]]:
+        """Return the inputs of the first draft pass and the device fields of all passes' batches.
+
+        Returns:
+            The rows' newest tokens [D, 1], the hidden states of the tokens before them (None if the
+            draft continues none), and for each pass the device fields of its batch; for a chain on
+            a CPU the whole batch.
+        """
+        rows = batch.row_ids[: batch.num_decodes]
+        shape = self._shape_of(batch)
+        numbers = range(1, shape.steps + 1)
+        tokens = self._last[rows, None]
+        hidden = self._states(rows)
+        lengths = self.known_lengths(batch)
+        size = self._page_size
+        if self._on_host and not shape.is_tree:
+            passes = tuple(next_draft_batch_host(batch, n, lengths, size) for n in numbers)
+            return tokens, hidden, passes
+        places = tuple(draft_positions(batch, n, lengths, size, shape.topk) for n in numbers)
+        return tokens, hidden, places
+
+    def _draft_chain(
+        self,
+        batch: Batch,
+        drafted: Tensor,
+        hidden: Tensor | None,
+        passes: Sequence[DraftPositions | Batch],
+    ) -> Tensor:
+        """Return the newest tokens and the drafts of each row, [D, W].
+
+        Args:
+            batch: The target's step.
+            drafted: The rows' newest tokens, [D, 1].
+            hidden: Hidden states of the tokens before them.
+            passes: Batch of each pass, or its device fields.
+        """
+        width = self._shape_of(batch).tokens
+        for number, at in enumerate(passes, 1):
+            step = at if isinstance(at, Batch) else next_draft_batch(batch, number, at, width)
+            piece = f"draft {number}"
+            self._plan(step, piece)
+            hidden, drafted = batch.pieces.run(
+                piece, partial(self._chain_pass, step, drafted, hidden)
+            )
+        return drafted
+
+    def _plan(self, step: Batch, piece: str) -> None:
+        """Let the draft's attention prepare the draft pass ``step``, whose piece is ``piece``."""
+        step.first_key = self.first_key
+        self._attention.plan_step(step, step.pieces.key(piece))
+
+    def _chain_pass(
+        self, step: Batch, drafted: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the draft pass ``step``, and append its most likely tokens to ``drafted`` [D, n].
+
+        Returns:
+            The hidden states of the pass, and the tokens drafted so far, [D, n + 1].
+        """
+        hidden = self._forward(step, drafted[:, -1], hidden)
+        best = self.target_ids(self.draft_logits(hidden).argmax(-1, keepdim=True))
+        return hidden, torch.cat([drafted, best], 1)
+
+    def _draft_tree(
+        self,
+        batch: Batch,
+        newest: Tensor,
+        hidden: Tensor | None,
+        passes: Sequence[DraftPositions],
+    ) -> tuple[Tensor, DraftTree]:
+        """Return the tokens of each row's verify step, [D, W], and their trees.
+
+        Arguments as in :meth:`_draft_chain`.
+        """
+        shape = self._shape_of(batch)
+        growth: Growth | None = None
+        tree: tuple[Tensor, DraftTree] | None = None
+        for number, at in enumerate(passes, 1):
+            step = next_draft_batch(batch, number, at, shape.tokens, shape.topk)
+            if growth is not None:
+                step.tree_mask = growth.seen
+                step.tree_span = 1 + (number - 1) * shape.topk
+            piece = f"draft {number}"
+            self._plan(step, piece)
+            work = partial(self._tree_pass, step, number, shape, newest, hidden, growth)
+            hidden, growth, tree = batch.pieces.run(piece, work)
+        assert tree is not None, "the last pass returns the trees"
+        return tree
+
+    def _tree_pass(
+        self,
+        step: Batch,
+        number: int,
+        shape: DraftShape,
+        newest: Tensor,
+        hidden: Tensor | None,
+        growth: Growth | None,
+    ) -> tuple[Tensor, Growth, tuple[Tensor, DraftTree] | None]:
+        """Run draft pass ``number`` over the newest tokens, or over the frontier of ``growth``.
+
+        Returns:
+            The hidden states of the pass, the growth, and after the last pass the verify step's
+            tokens and trees.
+        """
+        if growth is None:
+            hidden = self._forward(step, newest[:, 0], hidden)
+            grown = first_growth(newest[:, 0], *self._likely(hidden, shape.topk))
+        else:
+            step.padding = repeated_padding(step.draft_padding, shape.topk)
+            states = None if hidden is None else hidden[growth.parent_places]
+            hidden = self._forward(step, growth.frontier_tokens.view(-1), states)
+            grown = next_growth(growth, number, *self._likely(hidden, shape.topk))
+        tree = grown_tree(grown, shape) if number == shape.steps else None
+        return hidden, grown, tree
+
+    def _forward(self, step: Batch, tokens: Tensor, hidden: Tensor | None) -> Tensor:
+        """Run the draft model on ``step`` and return its hidden states.
+
+        Args:
+            step: The batch of the pass.
+            tokens: Its input tokens.
+            hidden: Hidden states that the tokens continue; None if the draft continues none.
+        """
+        raise NotImplementedError
+
+    def _likely(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the ``count`` most likely tokens after hidden states [N, hidden].
+
+        Returns:
+            Token ids int64 [N, count], and their log-probabilities float32 [N, count].
+        """
+        logits = self.draft_logits(hidden)
+        best = logits.topk(count, -1)
+        return self.target_ids(best.indices), best.values - logits.logsumexp(-1, keepdim=True)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the tokens that drafts choose from, float32 [N, C].
+
+        ``hidden``: hidden states of a draft pass, [N, hidden].
+        """
+        logits: Tensor = self._model.logits(hidden)
+        return logits
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """Return the target's ids of indices into ``draft_logits``; equal by default."""
+        return ids
+
+    # ---- state of rows ---------------------------------------------------------------------------
+
+    def _ends(self, batch: Batch) -> Tensor | None:
+        """Return the indices of the rows whose prompts ended, int64; None if all rows decode."""
+        if batch.num_decodes == batch.num_rows:
+            return None
+        places = np.flatnonzero(batch.samples[batch.num_decodes :]) + batch.num_decodes
+        return send([places.astype(np.int64)], self._device)[0]
+
+    def _store_newest(self, batch: Batch, newest: NewestTokens) -> Tensor:
+        """Store each row's newest token and length for its next drafts, and return the rows."""
+        rows: Tensor = batch.row_ids if newest.places is None else batch.row_ids[newest.places]
+        self._last[rows] = newest.tokens
+        # NOTE: a row launched once more after its end may exceed the context length; its result is
+        # dropped, but its positions must stay within the rope table and the page table.
+        self._computed[rows] = newest.lengths.clamp(max=self._context).int()
+        return rows
