@@ -30,7 +30,6 @@ from glowplug.core.protocols import Collectives, Model, ModelFamily, Scheduler, 
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
-from glowplug.core.startup.compile_time import CompileTime
 from glowplug.core.startup.components import build_component, draft_extend_of, plain_scheme
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
 from glowplug.core.startup.load_weights import load_model
@@ -92,7 +91,6 @@ class RankBuilder:
         plan: the plan; ``build`` sets its number of pages to the one that the rank really has.
         phases: durations of the start-up phases, and their log lines.
         worker: the rank's number, device and mesh coordinates, with ``clock``.
-        compilers: seconds in compilers since the start.
         memory: measurements of the rank's memory.
     """
 
@@ -102,9 +100,8 @@ class RankBuilder:
         self.clock = RankClock()
         self.plan = plan
         self.plugins = plugins
-        self.phases = Phases(report, note)
+        self.phases = Phases(report, note, worker.device)
         self.worker = replace(worker, clock=self.clock)
-        self.compilers = CompileTime(worker.device)
         self.memory = RankMemory(plan, worker)
 
     def component(self, slot: str) -> Any:
@@ -296,17 +293,14 @@ class RankBuilder:
     def info(self, parallel: ParallelStack) -> dict[str, Any]:
         """Return this rank's part of /server_info.
 
-        These are the seconds of each start-up phase and in compilers (during the phases and since),
-        the planned and measured bytes of each budget line and, if ranks share the experts, how many
-        of this rank's tokens chose each expert, by layer.
+        These are the times of its start, the planned and measured bytes of each budget line and, if
+        ranks share the experts, how many of this rank's tokens chose each expert, by layer.
 
-        On the CPU, the measured bytes of the KV pool are those of its touched part: untouched pages
-        cost nothing.
+        On the CPU only the touched part of the KV pool counts: untouched pages cost nothing.
         """
         sizes = self.plan.sizes
         info = {
-            "startup_seconds": self.phases.seconds,
-            "compile_seconds": self.compilers.seconds,
+            **self.phases.times(),
             "kv_bytes": sizes.kv_bytes,
             "memory": self.memory.report(),
             "max_total_num_tokens": (sizes.num_pages - 1) * sizes.page_size,

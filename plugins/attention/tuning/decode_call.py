@@ -192,14 +192,23 @@ def decode_batch(plan: EnginePlan, width: int, rows: int, context: int, device: 
     positions = np.arange(context - width, context, dtype=np.int64)
     slots = pages[:, positions // page].astype(np.int64) * page + positions % page
     batch = _host_batch(width, pages, context)
-    batch.positions = torch.from_numpy(np.tile(positions, rows)).to(device)
-    batch.kv_slots = torch.from_numpy(slots.reshape(-1)).to(device)
+    _set_device_fields(batch, np.tile(positions, rows), slots.reshape(-1), device)
+    return batch
+
+
+def _set_device_fields(
+    batch: Batch, positions: NDArray[np.int64], slots: NDArray[np.int64], device: str
+) -> None:
+    """Set the device fields of ``batch``; ``positions`` and ``slots`` are those of its tokens."""
+    rows = batch.num_rows
+    width = len(positions) // rows
+    batch.positions = torch.from_numpy(positions).to(device)
+    batch.kv_slots = torch.from_numpy(slots).to(device)
     batch.kv_lens_device = torch.from_numpy(batch.kv_lens).to(device)
-    batch.page_table = torch.from_numpy(pages).to(device)
+    batch.page_table = torch.from_numpy(batch.pages).to(device)
     batch.row_ids = torch.arange(rows, device=device)
     batch.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
     batch.agreed = shape_of(batch)
-    return batch
 
 
 def _host_batch(width: int, pages: NDArray[np.int32], context: int) -> Batch:
