@@ -111,7 +111,8 @@ class Runner:
         if self._speculates:
             self._feed(batch)
             tree = batch.tree
-            if batch.num_decodes and (tree is not None or not self._on_host):
+            exact = tree is None and (batch.placed or self._on_host)
+            if batch.num_decodes and not exact:
                 run("places", partial(self._place, batch))
             batch.tree_mask = None if tree is None else tree.mask
         self.attention.plan_step(batch, batch.pieces.key("forward"))
@@ -121,8 +122,7 @@ class Runner:
         accept = partial(self._accept, batch, logits, hidden)
         key = None if batch.pieces is DIRECT else self.sampler.capture_key()
         accepted = accept() if key is None else run(f"accept {key}", accept)
-        self.draft_extend.run_after(batch, accepted, hidden)
-        return accepted, hidden
+        return self.draft_extend.run_after(batch, accepted, hidden)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return the logits of a step that samples nothing, float32 [rows, V].

@@ -163,13 +163,17 @@ class DraftExtend:
             assert self.work is not None, "the speculative algorithm has not set its pass"
             self.work.extend(ids, positions, kv_slots, hidden[source])
 
-    def run_after(self, batch: Any, accepted: Any, hidden: Tensor) -> None:
-        """Run the pass behind a captured step that has left it out; else do nothing.
+    def run_after(self, batch: Any, accepted: Any, hidden: Tensor) -> tuple[Any, Tensor]:
+        """Run the pass behind a captured step that has left it out, and return the step's results.
 
         Args:
             batch: the step's ``Batch``.
             accepted: the step's ``Accepted``.
             hidden: [T, hidden], hidden states of the target.
+
+        Returns:
+            ``accepted`` and ``hidden``.
         """
         if self.apart and self.after is not None and batch.pieces is not DIRECT:
             self.after(batch, accepted, hidden)
+        return accepted, hidden

@@ -226,12 +226,17 @@ def watch_fills(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """
     found: list[bool] = []
     running: list[str] = []
-    fill, run = ModelDrafts._fill, DecodeGraph.run
+    fill, fused, run = ModelDrafts._fill, ModelDrafts._accept_chains, DecodeGraph.run
 
     def counted(self: Any, batch: Any, *rest: Any) -> None:
         if batch.pieces is not DIRECT:
             found.append(bool(running))
         fill(self, batch, *rest)
+
+    def counted_chains(self: Any, logits: Any, hidden: Any, batch: Any, sampler: Any) -> Any:
+        if batch.pieces is not DIRECT:
+            found.append(bool(running))
+        return fused(self, logits, hidden, batch, sampler)
 
     def named(self: Any, name: str, work: Any) -> Any:
         running.append(name)
@@ -241,6 +246,7 @@ def watch_fills(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             running.pop()
 
     monkeypatch.setattr(ModelDrafts, "_fill", counted)
+    monkeypatch.setattr(ModelDrafts, "_accept_chains", counted_chains)
     monkeypatch.setattr(DecodeGraph, "run", named)
     return found
 
