@@ -139,6 +139,16 @@ class Runner:
                 1
             ].float()
 
+    def states(self, batch: Batch) -> torch.Tensor:
+        """Return the result of the model's ``forward`` for all tokens of a step, without graphs.
+
+        All tokens of the step are in ``prompt_ids``, also those of decoding rows.
+        """
+        with torch.inference_mode():
+            self._complete(batch)
+            self.attention.plan_step(batch, None)
+            return self.model.forward(batch.input_ids, batch.positions, batch)
+
     def _feed(self, batch: Batch) -> None:
         drafted = self.speculative.draft(batch).flatten()
         prompts = batch.num_decodes < batch.num_rows
