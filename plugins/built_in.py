@@ -20,6 +20,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.attention.mha.fa3",
     "glowplug.plugins.attention.mla.torch",
     "glowplug.plugins.attention.mha.torch",
+    "glowplug.plugins.attention.tuners",
     "glowplug.plugins.quantization.none",
     "glowplug.plugins.quantization.block_fp8.plugin",
     "glowplug.plugins.quantization.int8.plugin",

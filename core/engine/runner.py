@@ -121,7 +121,8 @@ class Runner:
             meanwhile()
         accept = partial(self._accept, batch, logits, hidden)
         key = None if batch.pieces is DIRECT else self.sampler.capture_key()
-        return (accept() if key is None else run(f"accept {key}", accept)), hidden
+        accepted = accept() if key is None else run(f"accept {key}", accept)
+        return self.draft_extend.run_after(batch, accepted, hidden)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return the logits of a step that samples nothing, float32 [rows, V].

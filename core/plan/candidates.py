@@ -66,7 +66,28 @@ def _candidates(proposal: Proposal, slot: Slot) -> list[Registration]:
     of_kind = [
         found for found in registered if kind in getattr(found.component.offers, "kinds", {kind})
     ]
-    return of_kind or registered
+    return _by_measured_time(proposal, slot, of_kind or registered)
+
+
+def _by_measured_time(
+    proposal: Proposal, slot: Slot, candidates: list[Registration]
+) -> list[Registration]:
+    """Return ``candidates`` with the measured ones in the order of their times.
+
+    They take the places of each other; the others keep theirs. A time is what a candidate's
+    ``measured`` returns, see ``AttentionOffers``.
+    """
+    (section,) = proposal.config.section(slot)
+    context = proposal.context(section)
+    times: dict[str, float] = {}
+    for found in candidates:
+        measured = getattr(found.component.offers, "measured", None)
+        time = measured(context) if measured is not None else None
+        if time is not None:
+            times[found.component.name] = time
+    known = [found for found in candidates if found.component.name in times]
+    ordered = iter(sorted(known, key=lambda found: times[found.component.name]))
+    return [next(ordered) if found in known else found for found in candidates]
 
 
 def _record(

@@ -87,14 +87,15 @@ class AttentionOffers(Offers):
         first_key: it observes ``Batch.first_key``, because a draft's cache has no entry for the
             first position.
         work: function from a prefill step to its peak device memory in bytes, including the output,
-            but not the queries and the new cache entries; None if it is not known, so that the byte
-            budget estimates it.
+            but not the queries and the new cache entries; None: the byte budget estimates it.
         reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
             on a device beside the KV cache; None for 0 bytes.
         short_keys: most keys of a short row; 0 if decoding does not depend on the length of rows.
         short_rows: function from the number of heads on a rank to batch sizes, in rows of one
             token. At these sizes, a faster kernel decodes batches that have only short rows
             (``Batch.longest`` is at most ``short_keys``).
+        measured: function from a ``CheckContext`` to the measured time of decoding or None, by
+            which "auto" orders backends.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -108,6 +109,7 @@ class AttentionOffers(Offers):
     reserves: Callable[[DecodingRows], int] | None = None
     short_keys: int = 0
     short_rows: Callable[[int], range] | None = None
+    measured: Callable[[Any], float | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,12 @@ class GraphOptions(Options):
         description="replay graphs in small steps that contain prompts, except for attention; "
         "None: if steps are captured",
     )
+    draft_extend: bool = Field(
+        True,
+        description="include the draft model's pass over a step's tokens (draft extend) in the "
+        "graphs: in those of decode steps, and one graph for each token count of small prefill "
+        "steps; false: this pass runs eagerly",
+    )
 
     def sizes(self, rows: int, groups: int = 1) -> tuple[int, ...]:
         """Return the batch sizes to capture in ascending order; () without capture.

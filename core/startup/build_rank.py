@@ -31,7 +31,7 @@ from glowplug.core.protocols import Collectives, Model, ModelFamily, Scheduler, 
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
-from glowplug.core.startup.components import build_component, plain_scheme
+from glowplug.core.startup.components import build_component, draft_extend_of, plain_scheme
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.startup.memory_fit import RankMemory
@@ -79,6 +79,7 @@ def build_context(
         collectives=collectives,
         attention=components["attention"],
         ops=components["ops"],
+        draft_extend=draft_extend_of(plan),
         spare=plan.sizes.positions - plan.sizes.context_length,
     )
 
@@ -100,7 +101,7 @@ class RankBuilder:
         self.clock = RankClock()
         self.plan = plan
         self.plugins = plugins
-        self.phases = Phases(report, note)
+        self.phases = Phases(report, note, worker.device)
         self.worker = replace(worker, clock=self.clock)
         self.memory = RankMemory(plan, worker)
 
@@ -294,16 +295,14 @@ class RankBuilder:
     def info(self, parallel: ParallelStack) -> dict[str, Any]:
         """Return this rank's part of /server_info.
 
-        These are the seconds of each start-up phase, the planned and measured bytes of each budget
-        line and, if ranks share the experts, how many of this rank's tokens chose each expert, by
-        layer.
+        These are the times of its start, the planned and measured bytes of each budget line and, if
+        ranks share the experts, how many of this rank's tokens chose each expert, by layer.
 
-        On the CPU, the measured bytes of the KV pool are those of its touched part: untouched pages
-        cost nothing.
+        On the CPU only the touched part of the KV pool counts: untouched pages cost nothing.
         """
         sizes = self.plan.sizes
         info = {
-            "startup_seconds": self.phases.seconds,
+            **self.phases.times(),
             "kv_bytes": sizes.kv_bytes,
             "memory": self.memory.report(),
             "max_total_num_tokens": (sizes.num_pages - 1) * sizes.page_size,

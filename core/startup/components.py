@@ -15,6 +15,7 @@ from glowplug.core.plugin.registry import (
     entry_point_sources,
 )
 from glowplug.core.protocols import QuantizationScheme, Worker
+from glowplug.core.step.graph_pieces import DraftExtend
 
 
 def build_component(plugins: PluginSet, choice: Choice, plan: EnginePlan, worker: Any) -> Any:
@@ -81,3 +82,9 @@ def plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> Quanti
             scheme: QuantizationScheme = build_component(plugins, choice, plan, worker)
             return scheme
     raise GlowplugError("no registered quantization scheme reads unquantized weights")
+
+
+def draft_extend_of(plan: EnginePlan) -> DraftExtend:
+    """Return the rank's object for the draft's pass over a step's tokens."""
+    captured = all(choice.options.get("draft_extend", True) for choice in plan.choices_in("graphs"))
+    return DraftExtend(apart=not captured)

@@ -6,6 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from glowplug.core.startup.compile_time import CompileTime
 
 Report = Callable[[str, int, int], None]  #: callback for progress: phase, done, total
 Note = Callable[[str], None]  #: callback for one log line
@@ -24,8 +27,9 @@ class Phases:
         seconds: seconds by phase; a phase that runs twice adds up.
     """
 
-    def __init__(self, report: Report, note: Note = logger.info) -> None:
+    def __init__(self, report: Report, note: Note = logger.info, device: str = "cpu") -> None:
         self._report = report
+        self._compilers = CompileTime(device)
         self.note = note
         self.seconds: dict[str, float] = {}
 
@@ -39,6 +43,10 @@ class Phases:
         took = time.perf_counter() - started
         self.seconds[name] = self.seconds.get(name, 0.0) + took
         self.note("; ".join([f"{name}: {took:.1f} s", *remarks]))
+
+    def times(self) -> dict[str, Any]:
+        """Return the seconds of each phase, and those in compilers during the phases and since."""
+        return {"startup_seconds": self.seconds, "compile_seconds": self._compilers.seconds}
 
     def progress(self, name: str) -> Callable[[int, int], None]:
         """Return a callback for (done, total) that reports at most once per percent."""

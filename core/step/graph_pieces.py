@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -124,18 +124,24 @@ class ExtendWork:
 class DraftExtend:
     """A draft's pass over the tokens of a step (``Mode.DRAFT_EXTEND``), which may be replayed.
 
-    It matters above all for prompts. A rank has one object. The speculative algorithm sets the pass
-    and calls it here in an eager step (``batch.pieces`` is ``DIRECT``); in a captured step the
-    pass is part of the step's pieces. The call reads ``hidden`` of the target's pass and may
+    A rank has one object. The speculative algorithm sets the pass and calls it here in an eager
+    step (``batch.pieces`` is ``DIRECT``). In a captured step the pass is part of the step's pieces;
+    or, if it is ``apart``, the algorithm leaves it out, and ``after`` runs it eagerly behind the
+    last piece. The call reads ``hidden`` of the target's pass and may
     overwrite that pass's results, so nothing may read them afterwards.
 
     Attributes:
         work: the pass; set by the algorithm in ``reserve``; None if it has no such pass.
         replacement: replacement of every call once a graph runner has captured the pass; None:
             ``work`` is called directly.
+        apart: whether captured steps leave the pass out (``graphs.draft_extend = false``).
+        after: the pass of a captured step that has left it out, a function of the batch, the
+            accepted tokens and the hidden states; set by the algorithm in ``reserve``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool = False) -> None:
+        self.apart = apart
+        self.after: Callable[[Any, Any, Tensor], None] | None = None
         self.work: ExtendWork | None = None
         self.replacement: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
 
@@ -156,3 +162,18 @@ class DraftExtend:
         else:
             assert self.work is not None, "the speculative algorithm has not set its pass"
             self.work.extend(ids, positions, kv_slots, hidden[source])
+
+    def run_after(self, batch: Any, accepted: Any, hidden: Tensor) -> tuple[Any, Tensor]:
+        """Run the pass behind a captured step that has left it out, and return the step's results.
+
+        Args:
+            batch: the step's ``Batch``.
+            accepted: the step's ``Accepted``.
+            hidden: [T, hidden], hidden states of the target.
+
+        Returns:
+            ``accepted`` and ``hidden``.
+        """
+        if self.apart and self.after is not None and batch.pieces is not DIRECT:
+            self.after(batch, accepted, hidden)
+        return accepted, hidden

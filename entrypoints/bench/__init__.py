@@ -26,6 +26,10 @@ COMMANDS = {
         "serving",
         "latency and throughput of a server under load: glowplug, vLLM, SGLang, any OpenAI server",
     ),
+    "sweep": (
+        "sweep",
+        "serving at several concurrencies under two or more settings, with the change in percent",
+    ),
     "speculative": (
         "speculative",
         "speed and accept length for each size of the drafts, in this process",

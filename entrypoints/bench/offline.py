@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     found = sorted(records, key=lambda record: record["duration"])[(len(records) - 1) // 2]
-    print("\n".join(report.line(key, value) for key, value in found.items()))
+    shown = {key: value for key, value in found.items() if not isinstance(value, dict)}
+    print("\n".join(report.line(key, value) for key, value in shown.items()))
     if args.result_filename:
         report.append_line(Path(args.result_filename), found)
     return 0
@@ -177,6 +178,7 @@ def _run_once(
         "failed": sum(result.finish_reason not in finished for result in done),
         **drafted,
         "device_idle_share": report.idle_share(before, asdict(llm.stats)),
+        **report.startup_times(llm.control("info")),
     }
 
 

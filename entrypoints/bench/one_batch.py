@@ -201,7 +201,11 @@ def _record_shape(
     """
     try:
         times, drafts = _measure(args, llm, rng, shape)
-        return {**record(times, args, llm, floor), **drafts}
+        return {
+            **record(times, args, llm, floor),
+            **drafts,
+            **report.startup_times(llm.control("info")),
+        }
     except EngineDead:
         raise
     except GlowplugError as error:
@@ -365,6 +369,6 @@ def document(llm: LLM, records: list[dict[str, Any]], floor: StepFloor) -> dict[
         "bandwidth_tb_s": floor.bandwidth / 1e12,
         "floor": floor.about,
         "chosen": {choice.slot: choice.options for choice in plan.choices},
-        "startup_seconds": llm.control("info").get("startup_seconds"),
+        **report.startup_times(llm.control("info")),
         "results": records,
     }

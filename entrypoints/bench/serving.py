@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from glowplug.core.step.draft_counts import DraftCounts
-from glowplug.entrypoints.bench.load import datasets, metrics
+from glowplug.entrypoints.bench.load import datasets, metrics, sharegpt
 from glowplug.entrypoints.bench.load.backends import (
     BACKENDS,
     Outcome,
@@ -29,7 +29,7 @@ from glowplug.entrypoints.bench.load.backends import (
     send_prompt,
 )
 from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
-from glowplug.entrypoints.bench.load.load import Load, drive, progress
+from glowplug.entrypoints.bench.load.load import drive, load_of, progress
 from glowplug.entrypoints.bench.load.serving_options import configure as configure
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.drafts import (
@@ -67,15 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     """Measure every concurrency, print and save the records, and return the exit status."""
-    target = _target(args)
-    refuse_simulation(args)
-    metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
-    server = await _inspect_server(target, args)
     failed = 0
-    for concurrency, count in _sweep(args):
-        prompts = _prompts(args, server, count)
-        record, outcomes = await _measure_one(args, target, server, prompts, concurrency)
-        server = replace(server, info=await _info(target))
+    async for record, outcomes in runs(args):
         failed += record["failed"]
         print(
             report.serving_report(record, args.percentile_metrics, args.metric_percentiles),
@@ -85,6 +78,24 @@ async def _run(args: argparse.Namespace) -> int:
             print(f"failed: {error}", file=sys.stderr)
         _save(args, record, outcomes)
     return 1 if failed else 0
+
+
+async def runs(args: argparse.Namespace) -> AsyncIterator[tuple[metrics.Record, list[Outcome]]]:
+    """Measure every concurrency of the options; yield each record and the requests' outcomes.
+
+    Raises:
+        OSError: the server cannot be reached.
+        ValueError: the options contradict each other, or the server does not fit them.
+    """
+    target = _target(args)
+    refuse_simulation(args)
+    metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
+    load_of(args, None)  # likewise
+    server = await _inspect_server(target, args)
+    for concurrency, count in _sweep(args):
+        prompts = _prompts(args, server, count)
+        yield await _measure_one(args, target, server, prompts, concurrency)
+        server = replace(server, info=await _info(target))
 
 
 def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:
@@ -188,12 +199,8 @@ def _prompts(
     encode, decode, vocab = (
         datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None)
     )
-    if args.dataset_name == "custom":
-        if not args.dataset_path:
-            raise ValueError("--dataset-name custom needs --dataset-path")
-        return datasets.custom_prompts(
-            Path(args.dataset_path), count, args.random_output_len, encode
-        )
+    if args.dataset_name != "random":
+        return _file_prompts(args, count, encode)
     rng = random.Random(args.seed)
     as_text = args.prompt_format == "text" or not BACKENDS[args.backend].takes_ids
     vocab = args.vocab_size or server.vocab or vocab or FALLBACK_VOCAB
@@ -210,6 +217,27 @@ def _prompts(
         vocab,
         decode,
     )
+
+
+def _file_prompts(
+    args: argparse.Namespace, count: int, encode: datasets.Encode | None
+) -> list[datasets.BenchPrompt]:
+    """Return ``count`` prompts from the file of the options.
+
+    ``encode``: the tokenizer of the options; None without one.
+    """
+    if not args.dataset_path:
+        raise ValueError(f"--dataset-name {args.dataset_name} needs --dataset-path")
+    path = Path(args.dataset_path)
+    if args.dataset_name == "custom":
+        return datasets.custom_prompts(path, count, args.random_output_len, encode)
+    sampling = sharegpt.Sampling(
+        args.sharegpt_output_len,
+        args.sharegpt_context_len,
+        None if args.disable_shuffle else args.seed,
+        args.no_oversample,
+    )
+    return sharegpt.prompts(path, count, encode, sampling)
 
 
 async def _warm_up(
@@ -253,19 +281,36 @@ async def _measure_one(
     if args.profile:
         await _expect_ok(target, "/start_profile")
     done, close = progress(len(prompts), not args.disable_tqdm)
-    load = Load(args.request_rate, args.burstiness, concurrency, args.seed)
+    load = load_of(args, concurrency)
     outcomes, duration = await drive(target, backend, request, prompts, load, done)
     close()
     if args.profile:
         await _expect_ok(target, "/stop_profile")
     record = _conditions(args, server, len(prompts), concurrency)
     record |= await _server_figures(target, server, drafts)
+    return record | _client_figures(args, outcomes, duration, concurrency), outcomes
+
+
+def _client_figures(
+    args: argparse.Namespace, outcomes: list[Outcome], duration: float, concurrency: int | None
+) -> metrics.Record:
+    """Return the figures of a run that are measured here, for its record.
+
+    Args:
+        args: options of the command.
+        outcomes: outcomes of all requests.
+        duration: seconds of the run.
+        concurrency: most requests in flight; None: no limit.
+    """
     goodput = metrics.parse_goodput(args.goodput)
-    record |= metrics.measure(
+    found = metrics.measure(
         outcomes, duration, percentiles=args.metric_percentiles, goodput=goodput
     )
-    record["total_output_tokens_retokenized"] = _retokenized(args, outcomes)
-    return record, outcomes
+    found["per_user_throughput"] = metrics.per_user_throughput(
+        {**found, "max_concurrency": concurrency}
+    )
+    found["total_output_tokens_retokenized"] = _retokenized(args, outcomes)
+    return found
 
 
 async def _server_figures(
@@ -323,11 +368,15 @@ def _conditions(
         "num_prompts": count,
         "request_rate": rate,
         "burstiness": args.burstiness,
+        "ramp_up_strategy": args.ramp_up_strategy,
+        "ramp_up_start_rps": args.ramp_up_start_rps,
+        "ramp_up_end_rps": args.ramp_up_end_rps,
         "max_concurrency": concurrency,
         "random_input_len": args.random_input_len,
         "random_output_len": args.random_output_len,
         "random_range_ratio": args.random_range_ratio,
         "seed": args.seed,
+        **report.startup_times((server.info or {}).get("engine") or {}),
         "server_info": server.info,
     }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from glowplug.entrypoints.bench.load.metrics import per_user_throughput
 from glowplug.entrypoints.bench.others import report
 
 COLUMNS = (
@@ -144,9 +145,8 @@ def by_columns(
 def cells(record: Record, columns: Sequence[str]) -> list[object]:
     """Return the values of a record in the given columns; "-" where there is none."""
     values = dict(record)
-    tpot = values.get("mean_tpot_ms")
-    if "per_user_throughput" not in values and tpot:
-        values["per_user_throughput"] = 1e3 / tpot  # records of other tools
+    # computed anew: records of other tools lack it, and older ones of ours have 1000 / TPOT
+    values["per_user_throughput"] = per_user_throughput(record)
     for name, (sglang_key, factor) in SGLANG_KEYS.items():
         if sglang_key in record:
             values.setdefault(name, record[sglang_key] * factor)
@@ -175,7 +175,13 @@ def _point(record: Record) -> tuple[object, ...]:
     return tuple(record.get(name) for name in ("max_concurrency", *BATCH_KEYS))
 
 
-def _percent(old: object, new: object) -> object:
+def percent(old: object, new: object) -> float | None:
+    """Return the change from ``old`` to ``new`` in percent; None if they are no numbers."""
     if isinstance(old, int | float) and isinstance(new, int | float) and old:
-        return f"{(new / old - 1) * 100:+.1f}"
-    return "-"
+        return (new / old - 1) * 100
+    return None
+
+
+def _percent(old: object, new: object) -> str:
+    change = percent(old, new)
+    return "-" if change is None else f"{change:+.1f}"

@@ -82,9 +82,7 @@ class TuningRun:
         self._workers = workers
         self._log = log
         self._end = time.monotonic() + seconds
-        self.table: Table = (
-            {int(k): v for k, v in json.loads(path.read_text()).items()} if path.is_file() else {}
-        )
+        self.table: Table = tuned_tables.begun(path)
         self.failed: set[str] = set()
 
     def compiled(

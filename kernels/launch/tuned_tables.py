@@ -3,17 +3,23 @@
 A table maps a number of rows, as a string, to a configuration. A problem without a table for this
 card uses the kernel's own rule: configurations measured on other cards are not used. Tables are
 read without torch or Triton.
+
+A table in the user's folder (:func:`user_folder`) replaces the packaged one of the same name. A
+file that is no table is ignored with a warning, so that the packaged one, or the rule, applies.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-FOLDER = Path(__file__).resolve().parent.parent / "configs"
+FOLDER = Path(__file__).resolve().parent.parent / "configs"  #: packaged tables
+VARIABLE = "GLOWPLUG_CONFIG_DIR"  #: environment variable that names the user's folder
 FP8 = "fp8_w8a8"  #: dtype of block FP8 weights and activations in file names
 CUBLAS = "cublas"  #: value of "way" in an LM head table where none of our kernels is faster
 Config = Mapping[str, Any]
@@ -78,23 +84,132 @@ def head_file_name(vocab: int, hidden: int, machine: tuple[str, str] | None = No
     return file_name(problem(vocab, hidden), "bfloat16_to_float32", machine=machine)
 
 
+def user_folder() -> Path:
+    """Return the user's folder of tables, which need not exist.
+
+    It is the one that ``GLOWPLUG_CONFIG_DIR`` names, or ``glowplug/tables`` in the user's data
+    folder (``XDG_DATA_HOME``, by default ``~/.local/share``).
+    """
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE]).expanduser().absolute()
+    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    return Path(data) / "glowplug" / "tables"
+
+
+def folders() -> tuple[Path, Path]:
+    """Return the folders of tables, the one that takes precedence first."""
+    return user_folder(), FOLDER
+
+
+def path_to_write(name: str) -> Path:
+    """Return the path to which measurements for the table ``name`` are written.
+
+    It is in the user's folder if ``GLOWPLUG_CONFIG_DIR`` is set, if that folder has the table
+    already, or if the folder of packaged tables cannot be written.
+    """
+    own = user_folder() / name
+    named = bool(os.environ.get(VARIABLE))
+    return own if named or own.is_file() or not is_writable(FOLDER) else FOLDER / name
+
+
+def is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK)
+
+
+def names() -> list[str]:
+    """Return the file names in both folders of tables, without repetitions."""
+    found = (path.name for folder in folders() for path in folder.glob("*.json"))
+    return sorted(set(found))
+
+
+def unreadable() -> list[str]:
+    """Return a message for each file in the folders of tables that is no table."""
+    found = []
+    for path in (path for folder in folders() for path in sorted(folder.glob("*.json"))):
+        try:
+            contents(path)
+        except NoTable as error:
+            found.append(str(error))
+    return found
+
+
+class NoTable(ValueError):
+    """A file is not a table of measurements. The message names the file."""
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file ``path``.
+
+    Raises:
+        NoTable: the file cannot be read, or is no JSON object whose values are objects.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NoTable(f"{path} is not a table of measurements: {error}") from None
+    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+        raise NoTable(f"{path} is not a table of measurements: it maps nothing to objects")
+    return found
+
+
+def by_rows(path: Path) -> dict[int, Config]:
+    """Return the table in the file ``path``, in ascending order of rows.
+
+    Raises:
+        NoTable: the file is no such table.
+    """
+    found = contents(path)
+    try:
+        return {int(rows): found[rows] for rows in sorted(found, key=int)}
+    except ValueError as error:
+        raise NoTable(f"{path} is not a table of measurements by rows: {error}") from None
+
+
+def first_readable(name: str, read: Callable[[Path], Measured]) -> Measured | None:
+    """Return what ``read`` makes of the table ``name``; None if no folder has it.
+
+    A file for which ``read`` raises NoTable is ignored with a warning.
+    """
+    for folder in folders():
+        path = folder / name
+        if path.is_file():
+            try:
+                return read(path)
+            except NoTable as error:
+                logging.getLogger("glowplug").warning("%s; it is ignored", error)
+    return None
+
+
 @cache
 def table(name: str) -> dict[int, Config] | None:
     """Return the table in file ``name``, in ascending order of rows; None if there is no file."""
-    path = FOLDER / name
-    if not path.is_file():
-        return None
-    return {
-        int(rows): config
-        for rows, config in sorted(json.loads(path.read_text()).items(), key=lambda i: int(i[0]))
-    }
+    return first_readable(name, by_rows)
+
+
+def begun(path: Path) -> dict[int, Config]:
+    """Return the measurements that a tuner continues when it writes to ``path``.
+
+    They are those of the file, or of the packaged table of the same name; {} if there is neither.
+
+    Raises:
+        NoTable: the file is no table; measuring anew must not overwrite it unasked.
+    """
+    for found in (path, FOLDER / path.name):
+        if found.is_file():
+            return by_rows(found)
+    return {}
 
 
 def keep(path: Path, table: Mapping[int, Config]) -> None:
     """Write ``table`` to ``path`` atomically, so that a killed run keeps the earlier file."""
+    write(path, dict(sorted(table.items())))
+
+
+def write(path: Path, values: Mapping[Any, Any]) -> None:
+    """Write ``values`` to ``path`` as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
+    part.write_text(json.dumps(dict(values), indent=1) + "\n", encoding="utf-8")
     part.replace(path)
 
 

@@ -311,13 +311,13 @@ def tune_experts(
     seconds: float = 300.0,
     workers: int = 8,
     log: Callable[[str], None] = print,
-) -> dict[int, dict[str, Config]]:
+) -> dict[int, Config]:
     """Find the fastest kernels for each token count that the table lacks; store each at once.
 
     Args:
         problem: The experts.
         fused_shared: Number of fused shared experts, the last ones.
-        path: File of the table, ``tuned_tables.FOLDER / problem.table_name``.
+        path: File of the table, ``tuned_tables.path_to_write(problem.table_name)``.
         tokens: Token counts of the table.
         seconds: Time limit.
         workers: Processes that compile kernels.
@@ -327,7 +327,7 @@ def tune_experts(
         The table: token count -> {"up", "down"}.
     """
     begin = time.monotonic()
-    table = {int(k): v for k, v in json.loads(path.read_text()).items()} if path.is_file() else {}
+    table = tuned_tables.begun(path)
     open_ = [number for number in tokens if number not in table]
     if not open_:
         return table

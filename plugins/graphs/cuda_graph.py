@@ -73,6 +73,8 @@ class CudaGraphOptions(GraphOptions):
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         found = super().without_effect(context)
+        if not context.values.draft_layers:
+            found = {**found, "draft_extend": "this plan has no draft-extend pass"}
         loose = [
             chosen.name
             for slot in CAPTURED_SLOTS

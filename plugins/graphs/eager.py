@@ -17,7 +17,7 @@ class EagerOptions(GraphOptions):
     prefill: Literal[False] | None = Field(None, description="this runner captures nothing")
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        return {"prefill": "no step is captured"}
+        return dict.fromkeys(("prefill", "draft_extend"), "no step is captured")
 
 
 @hookimpl

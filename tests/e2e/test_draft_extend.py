@@ -16,6 +16,9 @@ from torch import Tensor
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import CaptureError
+from glowplug.core.step.graph_pieces import DIRECT
+from glowplug.plugins.graphs.capture.decode_graph import DecodeGraph
+from glowplug.plugins.speculative.shared.model_drafts import ModelDrafts
 from tests.e2e.test_piecewise import COUNTS, LENGTHS, engine, prompts, results
 from tests.plugins import replaying_runtime
 from tests.support.tiny import write_config
@@ -210,3 +213,63 @@ def test_nothing_is_captured_without_drafts_or_prefill_graphs(folder: Path) -> N
         draft_extend = runner_of(llm).draft_extend
         assert draft_extend.replacement is replaying_runtime.NEWEST[0].extends
     assert draft_extend.replacement is None, "closed"
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+TREES = {"use": "nextn", "adaptive": False, "steps": 3, "topk": 3, "draft_tokens": 8}
+
+
+def watch_fills(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gains an element for each pass of a replayed step.
+
+    The element is True if the pass is a part of a captured piece.
+    """
+    found: list[bool] = []
+    running: list[str] = []
+    fill, fused, run = ModelDrafts._fill, ModelDrafts._accept_chains, DecodeGraph.run
+
+    def counted(self: Any, batch: Any, *rest: Any) -> None:
+        if batch.pieces is not DIRECT:
+            found.append(bool(running))
+        fill(self, batch, *rest)
+
+    def counted_chains(self: Any, logits: Any, hidden: Any, batch: Any, sampler: Any) -> Any:
+        if batch.pieces is not DIRECT:
+            found.append(bool(running))
+        return fused(self, logits, hidden, batch, sampler)
+
+    def named(self: Any, name: str, work: Any) -> Any:
+        running.append(name)
+        try:
+            return run(self, name, work)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(ModelDrafts, "_fill", counted)
+    monkeypatch.setattr(ModelDrafts, "_accept_chains", counted_chains)
+    monkeypatch.setattr(DecodeGraph, "run", named)
+    return found
+
+
+@pytest.mark.parametrize("drafts", [{}, {"speculative": TREES}], ids=["chains", "trees"])
+def test_switched_off_it_runs_eagerly_after_a_replayed_step(
+    folder: Path, drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, accepted drafts and the draft's cache stay the same."""
+    found = []
+    for captured in (True, False):
+        graphs = {} if captured else {"draft_extend": False}
+        with drafting(folder, graphs, cache={"use": "none"}, **drafts) as llm:
+            runner = replaying_runtime.NEWEST[0]
+            assert llm.plan.sizes.extend_tokens == (tuple(COUNTS) if captured else ())
+            steps = len(runner.filled)
+            with monkeypatch.context() as patched:
+                inside = watch_fills(patched)
+                done = llm.generate(prompts(3), GREEDY)
+            assert set(inside) == {captured} and len(inside) == len(runner.filled) - steps
+            counts = llm.stats.drafted_tokens, llm.stats.accepted_tokens
+            found.append(([one.token_ids for one in done], counts, draft_cache(llm)))
+    (tokens, counts, cached), (own_tokens, own_counts, own) = found
+    assert own_tokens == tokens and own_counts == counts
+    for one, other in zip(own, cached, strict=True):
+        assert one.any() and torch.allclose(one, other, rtol=1e-4, atol=1e-5)

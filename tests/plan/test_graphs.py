@@ -276,6 +276,37 @@ def test_the_drafts_passes_over_prompts_are_captured_for_the_same_counts(
         assert planned({**base, **changes}, hardware=H200).sizes.extend_tokens == (), changes
 
 
+def test_draft_extend_has_a_switch_that_the_plan_shows(planned: Any, tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
+    base = {"model": str(folder), "dtype": "bfloat16", "speculative": {"use": "nextn"}}
+
+    def size(plan: Any) -> int:
+        return next(line.bytes for line in plan.budget if line.name == "graphs")
+
+    captured = planned(base, hardware=H200)
+    count = len(captured.sizes.extend_tokens)
+    assert decided(captured)["graphs.draft_extend"] == (
+        True,
+        "default",
+        f"in decode steps, and for {count} token counts with prompts",
+    )
+    eager = planned({**base, "graphs": {"draft_extend": False}}, hardware=H200)
+    value, by, why = decided(eager)["graphs.draft_extend"]
+    assert (value, by) == (False, "operator") and why.endswith(
+        "the draft's pass over a step's tokens runs eagerly"
+    )
+    assert eager.sizes.extend_tokens == () != eager.sizes.pass_tokens
+    assert size(eager) < size(captured)
+    assert eager.choice("graphs").options["draft_extend"] is False
+    decoding = planned({**base, "graphs": {"prefill": False}}, hardware=H200)
+    assert decided(decoding)["graphs.draft_extend"][2] == (
+        "in decode steps; steps with prompts are not captured"
+    )
+    plain = planned({"dtype": "bfloat16", "graphs": {"draft_extend": False}}, hardware=H200)
+    why = decided(plain)["graphs.draft_extend"][2]
+    assert "no effect: this plan has no draft-extend pass" in why
+
+
 def test_a_draft_that_waits_for_the_host_is_not_captured_over_prompts(
     planned: Any, plugins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

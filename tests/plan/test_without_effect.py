@@ -64,6 +64,7 @@ def idle(plan: EnginePlan) -> dict[str, str]:
         ({"executor": {"oversubscribe": True}}, "executor.oversubscribe", "each rank has a core"),
         ({"graphs": {"use": "eager", "prefill": False}}, "graphs.prefill", "no step is captured"),
         ({"graphs": {"prefill": False}}, "graphs.prefill", "no step is captured"),
+        ({"graphs": {"draft_extend": False}}, "graphs.draft_extend", "no step is captured"),
         (
             {"scheduler": {"share_prefill": 3}, "cache": {"use": "none"}},
             "scheduler.share_prefill",

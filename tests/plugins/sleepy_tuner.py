@@ -13,6 +13,7 @@ from typing import Any
 from glowplug.core.plugin.component import Tuner
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
+from glowplug.kernels.launch import tuned_tables
 
 SECONDS = 0.05  #: a measurement
 
@@ -43,7 +44,6 @@ class SleepyTuner:
                 return
             time.sleep(SECONDS)
             known = json.loads(table.path.read_text()) if table.path.is_file() else {}
-            table.path.write_text(
-                json.dumps({**known, str(rows): {"by": os.environ.get("CUDA_VISIBLE_DEVICES", "")}})
-            )
+            by = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            tuned_tables.write(table.path, {**known, str(rows): {"by": by}})
             log(f"{rows} rows")

@@ -72,7 +72,10 @@ class FakeServer:
     async def _answer(self, path: str, body: dict, writer: asyncio.StreamWriter) -> None:
         plain = {
             "/v1/models": {"data": [{"id": "tiny"}]},
-            "/server_info": {"version": "x"},
+            "/server_info": {
+                "version": "x",
+                "engine": {"startup_seconds": {"capture": 2.0}, "compile_seconds": 1.25},
+            },
             "/get_model_info": {"vocab_size": 321},
             "/flush_cache": {},
         }

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import sys
 
-KERNELS = "glowplug.kernels"
+READERS = ("glowplug.kernels", "glowplug.plugins.quantization.shared", "glowplug.plugins.attention")
 
 
 def forget() -> None:
-    """Make kernels read tables, and choose, again."""
+    """Make kernels and plugins read tables, and choose, again."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(KERNELS):
+        if name.startswith(READERS):
             for value in list(vars(module).values()):
                 if callable(clear := getattr(value, "cache_clear", None)):
                     clear()

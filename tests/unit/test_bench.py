@@ -194,6 +194,8 @@ def test_a_sweep_writes_lines_that_the_table_reads(
     assert (first["max_concurrency"], first["completed"], second["completed"]) == (1, 3, 6)
     assert server.most == 3
     assert first["total_output_tokens"] == 15
+    assert (first["compile_seconds"], first["startup_seconds"]) == (1.25, {"capture": 2.0})
+    assert second["per_user_throughput"] == pytest.approx(second["output_throughput"] / 3)
     assert first["request_goodput"] == pytest.approx(first["request_throughput"])
     assert [path for path, _ in server.asked].count("/flush_cache") == 2
     ids = [body["input_ids"] for path, body in server.asked if path == "/generate"]
@@ -329,7 +331,10 @@ def test_statistics_of_known_outcomes() -> None:
     assert (
         record["max_output_tokens_per_s"] == 2
     )  # 0.2 and 0.6 in the first second, 1.0 and 1.5 in the next
-    assert record["per_user_throughput"] == pytest.approx(1e3 / 700)
+    assert record["mean_request_output_throughput"] == pytest.approx((3 / 1 + 3 / 3) / 2)
+    assert metrics.per_user_throughput(record) == pytest.approx(1.5 / (4 / 4))
+    assert metrics.per_user_throughput({**record, "max_concurrency": 2}) == pytest.approx(0.75)
+    assert metrics.per_user_throughput({"mean_tpot_ms": 7.0}) is None
 
 
 def test_no_successful_request_still_gives_a_record() -> None:
@@ -421,6 +426,15 @@ def test_answers_too_many_to_keep_are_read_during_the_run(
         ("serving", "--goodput", "foo:1"),
         ("serving", "--max-concurrency", "1", "2", "--num-prompts", "1", "2", "3"),
         ("serving", "--dataset-name", "custom"),
+        ("serving", "--dataset-name", "sharegpt"),
+        ("serving", "--request-rate", "0"),
+        ("serving", "--burstiness", "0"),
+        ("serving", "--ramp-up-strategy", "linear"),
+        ("serving", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "2"),
+        (
+            *("serving", "--ramp-up-strategy", "linear", "--request-rate", "5"),
+            *("--ramp-up-start-rps", "1", "--ramp-up-end-rps", "2"),
+        ),
         ("serving", "--header", "novalue"),
         ("serving", "--base-url", "ftp://x"),
     ],
@@ -439,9 +453,14 @@ def test_bad_options_end_with_a_message(
 
 
 def test_table_takes_records_of_other_tools() -> None:
-    cells = table.cells({"max_concurrency": 4, "mean_tpot_ms": 10.0}, list(table.COLUMNS))
+    """Throughput per user is output throughput / concurrency, as published, not 1000 / TPOT."""
+    record = {"max_concurrency": 4, "output_throughput": 376.4, "mean_tpot_ms": 10.0}
+    cells = table.cells(record, list(table.COLUMNS))
     assert cells[0] == 4
-    assert cells[-1] == pytest.approx(100.0)
+    assert cells[-1] == pytest.approx(94.1)
+    assert table.cells({"max_concurrency": 4, "mean_tpot_ms": 10.0}, ["per_user_throughput"]) == [
+        "-"
+    ]
     assert cells[1] == "-"
 
 

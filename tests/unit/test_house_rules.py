@@ -28,6 +28,8 @@ ENVIRONMENT_ACCESS = {
     "entrypoints/cli/tune_workers.py",
     "core/engine/profiling.py",  # GLOWPLUG_PROFILE_DIR and its SGLang name, debug switches
     "core/config/files.py",  # "${NAME}" in the operator's own file
+    # GLOWPLUG_CONFIG_DIR and XDG_DATA_HOME: folder of the user's tuned tables
+    "kernels/launch/tuned_tables.py",
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     "core/facts/model_folder.py",  # HF_HOME: where the hub's own tools keep downloaded models
     # training: informs the tokenizer's library that worker processes follow

@@ -45,6 +45,7 @@ TABLE = {
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured GPU, with CUTLASS installed."""
     monkeypatch.setattr(tuned, "device_name", lambda: tuned.spelt(CARD))
+    monkeypatch.setattr(provider_choice, "installed", {"triton": "3.6.0"}.get)
     monkeypatch.setattr(
         libraries.importlib, "import_module", lambda name: SimpleNamespace(int8_scaled_mm=print)
     )

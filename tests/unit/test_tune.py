@@ -159,6 +159,7 @@ def test_a_model_without_experts_has_nothing_for_moe(capsys: pytest.CaptureFixtu
         ("fp8-gemm", ("--quantization", "block_fp8")),
         ("fp8-moe", ("--quantization", "block_fp8")),
         ("int8-gemm", ("--quantization", "w8a8_int8")),
+        ("attention", ()),
     ],
 )
 def test_a_machine_without_a_card_measures_nothing(

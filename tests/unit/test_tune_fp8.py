@@ -21,9 +21,12 @@ from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.kernels.gemm import tuning_fp8 as fp8_tuning
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe import tuning as moe_tuning
+from glowplug.plugins.quantization.shared.provider_tables import versions_here
 from glowplug.plugins.quantization.tuning import dense_experts, fp8 as fp8_tuners
 
 ROWS = (8, 128)
+
+VERSIONS = {"triton": "3.6.0", "torch": "2.11.0"}
 
 
 def linear(name: str, outputs: tuple[int, ...], inputs: int) -> LinearShape:
@@ -95,9 +98,9 @@ def test_tables_fill_and_the_next_run_goes_on(tuner: fp8_tuners.Fp8GemmTuner, fo
     log: list[str] = []
     tuner.tune(table, 60.0, log.append)
     assert "128 rows: quick; triton 10.0 us, quick 4.0 us" in log
-    assert json.loads((folder / "providers.json").read_text()) == {
-        "N=2112,K=7168": {"8": "triton", "128": "quick"}
-    }
+    found = json.loads((folder / "providers.json").read_text())
+    assert found["fastest"] == {"N=2112,K=7168": {"8": "triton", "128": "quick"}}
+    assert found["versions"] == versions_here(())
     assert tuner.tables(SHAPES, (*ROWS, 512))[0].missing == (512,)
     (folder / "providers.json").write_text("{}")
     assert tuner.tables(SHAPES, ROWS)[0].missing == ROWS, "both tables count"
@@ -148,12 +151,15 @@ def test_providers_of_several_products_share_a_file(tmp_path: Path) -> None:
         ("N=1,K=2", 8, "deep_gemm"),
         ("N=1,K=2", 64, "cutlass"),
     ):
-        fp8_tuners.note_provider(path, problem, rows, name)
+        fp8_tuners.note_provider(path, problem, rows, name, VERSIONS)
     assert json.loads(path.read_text()) == {
-        "N=1,K=2": {"8": "deep_gemm", "64": "cutlass"},
-        "N=3,K=4": {"8": "cublas"},
+        "versions": VERSIONS,
+        "fastest": {
+            "N=1,K=2": {"8": "deep_gemm", "64": "cutlass"},
+            "N=3,K=4": {"8": "cublas"},
+        },
     }
-    assert fp8_tuners.providers_in(path, "N=1,K=2") == (8, 64)
+    assert fp8_tuners.rows_done(path, "N=1,K=2", VERSIONS) == (8, 64)
 
 
 def test_only_experts_over_dense_weights_are_moes(

@@ -46,7 +46,7 @@ def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
         batch_sizes=runner.options.sizes(rows, _groups(proposal)) if runner is not None else (),
         short_rows=short_steps(proposal, rows, context)[1],
         pass_tokens=passes,
-        extend_tokens=passes if _captures_extend(proposal) else (),
+        extend_tokens=passes if _extends_captured(proposal) and _captures_extend(proposal) else (),
     )
 
 
@@ -63,6 +63,11 @@ def _pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
     inside = [chosen for slot in CAPTURED_SLOTS for chosen in proposal.chosen[slot]]
     capturable = all(Mode.PREFILL in chosen.offers.captures_in for chosen in inside)
     return runner.options.token_counts(step_tokens) if capturable else ()
+
+
+def _extends_captured(proposal: Proposal) -> bool:
+    """Return whether the operator lets draft extend be captured (``graphs.draft_extend``)."""
+    return proposal.graphs is not None and proposal.graphs.options.draft_extend
 
 
 def _captures_extend(proposal: Proposal) -> bool:
@@ -125,6 +130,8 @@ def captured_decisions(
     yield _batch_size_decision(proposal, captured.batch_sizes, rows)
     if captured.pass_tokens:
         yield _token_count_decision(proposal, captured.pass_tokens, step_tokens)
+    if proposal.values.draft_layers:
+        yield _draft_extend_decision(proposal, captured)
 
 
 def _batch_size_decision(proposal: Proposal, sizes: tuple[int, ...], rows: int) -> Decision:
@@ -166,6 +173,24 @@ def _token_count_decision(
     if left_out and left_out[-1] <= step_tokens:
         limit = "graphs.max_prefill_tokens is lower"
     return _given_counts(proposal, field, counts, left_out, limit)
+
+
+def _draft_extend_decision(proposal: Proposal, captured: Captured) -> Decision:
+    """Return the decision on the graphs of the draft's pass over a step's tokens."""
+    field = "graphs.draft_extend"
+    by, why = proposal.source(field) or ("default", "")
+    if not _extends_captured(proposal):
+        how = "the draft's pass over a step's tokens runs eagerly"
+    elif captured.extend_tokens:
+        how = f"in decode steps, and for {len(captured.extend_tokens)} token counts with prompts"
+    elif not captured.pass_tokens:
+        how = "in decode steps; steps with prompts are not captured"
+    elif proposal.exchanges:
+        how = "in decode steps only: ranks exchange tokens in steps with prompts"
+    else:
+        how = "in decode steps only: a component cannot be captured in this pass over prompts"
+    why = f"{why}; {how}" if why else how
+    return Decision(field, _extends_captured(proposal), by, why)
 
 
 def _given_counts(

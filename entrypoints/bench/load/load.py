@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import sys
@@ -28,6 +29,28 @@ UNREAD_BYTES_MAX = 256 << 20
 
 
 @dataclass(frozen=True)
+class RampUp:
+    """A request rate that rises over a run, as with vLLM's options ``--ramp-up-*``.
+
+    Attributes:
+        strategy: "linear" or "exponential" in the number of the request.
+        start: requests per second at the first request.
+        end: requests per second at the last.
+    """
+
+    strategy: str
+    start: float
+    end: float
+
+    def rate(self, index: int, count: int) -> float:
+        """Return the rate before request ``index`` of ``count``."""
+        done = index / max(count - 1, 1)
+        if self.strategy == "linear":
+            return self.start + (self.end - self.start) * done
+        return float(self.start * (self.end / self.start) ** done)
+
+
+@dataclass(frozen=True)
 class Load:
     """The times at which requests are sent, and the limit on requests in flight.
 
@@ -36,22 +59,64 @@ class Load:
         burstiness: shape of the gamma-distributed gaps between requests; 1 is a Poisson process.
         concurrency: most requests in flight; None: no limit.
         seed: seed of the gaps.
+        ramp: rates between which the run rises, in place of ``rate``; None: ``rate`` is constant.
     """
 
     rate: float = math.inf
     burstiness: float = 1.0
     concurrency: int | None = None
     seed: int = 0
+    ramp: RampUp | None = None
+
+
+def load_of(args: argparse.Namespace, concurrency: int | None) -> Load:
+    """Return the load that the command line describes.
+
+    ``concurrency``: most requests in flight; None: no limit.
+
+    Raises:
+        ValueError: a number is out of range, or options contradict each other.
+    """
+    if args.request_rate <= 0 or args.burstiness <= 0:
+        raise ValueError("--request-rate and --burstiness must be greater than 0")
+    ends = args.ramp_up_start_rps, args.ramp_up_end_rps
+    ramp = None
+    if args.ramp_up_strategy is not None:
+        ramp = _ramp_up(args.ramp_up_strategy, *ends)
+        if not math.isinf(args.request_rate):
+            raise ValueError(
+                "--request-rate and --ramp-up-strategy both set the rate: leave one out"
+            )
+    elif ends != (None, None):
+        raise ValueError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+    return Load(args.request_rate, args.burstiness, concurrency, args.seed, ramp)
+
+
+def _ramp_up(strategy: str, start: float | None, end: float | None) -> RampUp:
+    """Return the ramp-up of the options; raise ValueError if they are incomplete or wrong."""
+    if start is None or end is None:
+        raise ValueError("--ramp-up-strategy needs both --ramp-up-start-rps and --ramp-up-end-rps")
+    if not 0 < start <= end < math.inf:
+        raise ValueError("--ramp-up-start-rps must be greater than 0 and at most --ramp-up-end-rps")
+    return RampUp(strategy, start, end)
 
 
 def gaps(load: Load, count: int) -> list[float]:
     """Return the seconds to wait before each request.
 
-    The gaps sum to exactly ``count / rate``, so that runs at one rate are comparable.
+    At a constant rate the gaps sum to exactly ``count / rate``, so that runs at one rate are
+    comparable. Gaps of a ramp-up are not scaled. An infinite burstiness gives equal gaps.
     """
-    if math.isinf(load.rate):
+    if load.ramp is None and math.isinf(load.rate):
         return [0.0] * count
-    drawn = np.random.default_rng(load.seed).gamma(load.burstiness, 1.0, count)
+    shape = load.burstiness
+    drawn = (
+        np.ones(count)
+        if math.isinf(shape)
+        else np.random.default_rng(load.seed).gamma(shape, 1 / shape, count)
+    )
+    if load.ramp is not None:
+        return [float(gap / load.ramp.rate(i, count)) for i, gap in enumerate(drawn)]
     return [float(gap) for gap in drawn * (count / load.rate / drawn.sum())]
 
 

@@ -5,12 +5,14 @@ The keys are those of vLLM's ``bench serve``, with SGLang's names as aliases.
 TTFT: request sent to first token. TPOT: (last token - first token) / (tokens - 1), one value per
 request. ITL: time between two consecutive chunks, one value per gap. E2E: request sent to last
 token. The record has them in milliseconds.
+
+``per_user_throughput`` is the output throughput divided by the concurrency, as in the published
+tables; ``mean_request_output_throughput`` is the mean over requests of output tokens / duration.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,10 +111,32 @@ def measure(
     Failed requests count only in ``failed``.
     """
     done = [outcome for outcome in outcomes if outcome.ok]
+    record = _totals(outcomes, done, duration, goodput or {})
+    record |= summarize([o.ttft for o in done], "ttft", percentiles)
+    record |= summarize([o.tpot for o in done if o.output_tokens > 1], "tpot", percentiles)
+    record |= summarize([gap for o in done for gap in o.itls], "itl", percentiles)
+    record |= summarize([o.latency for o in done], "e2el", percentiles)
+    return with_aliases(record)
+
+
+def _totals(
+    outcomes: Sequence[Outcome],
+    done: Sequence[Outcome],
+    duration: float,
+    goodput: dict[str, float],
+) -> Record:
+    """Return the figures of a run that are no times of single requests.
+
+    Args:
+        outcomes: all requests.
+        done: those that succeeded.
+        duration: seconds of the run.
+        goodput: limits of goodput in milliseconds by metric; {}: not measured.
+    """
     inputs = sum(o.prompt_tokens for o in done)
     outputs = sum(o.output_tokens for o in done)
     top = peaks(outcomes)
-    record: Record = {
+    return {
         "duration": duration,
         "completed": len(done),
         "failed": len(outcomes) - len(done),
@@ -128,12 +152,8 @@ def measure(
         "max_output_tokens_per_s": top.tokens_per_s,
         "max_concurrent_requests": top.concurrent,
         "concurrency": sum(o.latency for o in done) / duration,
+        "mean_request_output_throughput": request_throughput(done),
     }
-    record |= summarize([o.ttft for o in done], "ttft", percentiles)
-    record |= summarize([o.tpot for o in done if o.output_tokens > 1], "tpot", percentiles)
-    record |= summarize([gap for o in done for gap in o.itls], "itl", percentiles)
-    record |= summarize([o.latency for o in done], "e2el", percentiles)
-    return with_aliases(record)
 
 
 def with_aliases(record: Record) -> Record:
@@ -141,9 +161,29 @@ def with_aliases(record: Record) -> Record:
     record["total_throughput"] = record["total_token_throughput"]
     for key in [key for key in record if key.endswith("_e2el_ms")]:
         record[key.replace("_e2el_ms", "_e2e_latency_ms")] = record[key]
-    mean_tpot = record["mean_tpot_ms"]
-    record["per_user_throughput"] = 1e3 / mean_tpot if mean_tpot else math.nan
     return record
+
+
+def request_throughput(done: Sequence[Outcome]) -> float:
+    """Return the mean of (output tokens / duration) over requests, in tokens per second.
+
+    The duration of a request ends with its last token. The result is 0 without requests.
+    """
+    rates = [o.output_tokens / o.latency for o in done if o.latency > 0]
+    return float(np.mean(rates)) if rates else 0.0
+
+
+def per_user_throughput(record: Mapping[str, Any]) -> float | None:
+    """Return the output throughput divided by the concurrency, in tokens per second.
+
+    The concurrency is the limit ``max_concurrency``, or the measured mean without a limit.
+
+    Returns:
+        The quotient; None if the record lacks one of the two figures.
+    """
+    throughput = record.get("output_throughput")
+    users = record.get("max_concurrency") or record.get("concurrency")
+    return None if throughput is None or not users else float(throughput / users)
 
 
 def details(outcomes: Sequence[Outcome]) -> Record:

@@ -18,7 +18,9 @@ from glowplug.entrypoints.bench.others.drafts import add_simulation_options
 
 def configure(parser: argparse.ArgumentParser) -> None:
     _server(parser.add_argument_group("server"))
-    _dataset(parser.add_argument_group("prompts"))
+    prompts = parser.add_argument_group("prompts")
+    _dataset(prompts)
+    _sharegpt(prompts)
     _load(parser.add_argument_group("load"))
     _output(parser.add_argument_group("results"))
 
@@ -65,11 +67,12 @@ def _dataset(group: Any) -> None:
         "--dataset-name",
         choices=("random", "custom", "sharegpt"),
         default="random",
-        type=lambda name: "custom" if name == "sharegpt" else name,
-        help="custom and sharegpt read --dataset-path",
+        help="custom and sharegpt read --dataset-path; sharegpt also needs --tokenizer",
     )
     group.add_argument(
-        "--dataset-path", help='JSON lines with "prompt" (or "conversations"), "output_tokens"'
+        "--dataset-path",
+        help='custom: JSON lines with "prompt" (or "conversations"), "output_tokens"; '
+        'sharegpt: the published JSON list with "conversations"',
     )
     group.add_argument(
         "--num-prompts",
@@ -109,6 +112,28 @@ def _dataset(group: Any) -> None:
     group.add_argument("--seed", type=int, default=1)
 
 
+def _sharegpt(group: Any) -> None:
+    """Add the command-line options that choose conversations of the ShareGPT file."""
+    group.add_argument(
+        "--sharegpt-output-len",
+        type=int,
+        help="tokens to generate for each ShareGPT prompt; default: the length of its answer",
+    )
+    group.add_argument(
+        "--sharegpt-context-len",
+        type=int,
+        help="leave out conversations longer than this, in place of the published limits",
+    )
+    group.add_argument(
+        "--disable-shuffle", action="store_true", help="take ShareGPT prompts in the file's order"
+    )
+    group.add_argument(
+        "--no-oversample",
+        action="store_true",
+        help="send fewer requests than --num-prompts if the ShareGPT file has fewer prompts",
+    )
+
+
 def _load(group: Any) -> None:
     """Add the command-line options that set the request rate and the concurrency."""
     group.add_argument(
@@ -124,7 +149,18 @@ def _load(group: Any) -> None:
         "--burstiness",
         type=float,
         default=1.0,
-        help="gamma shape of the gaps between requests; 1: Poisson",
+        help="gamma shape of the gaps between requests; 1: Poisson, less: bursts, inf: equal gaps",
+    )
+    group.add_argument(
+        "--ramp-up-strategy",
+        choices=("linear", "exponential"),
+        help="raise the request rate over the run, in place of --request-rate",
+    )
+    group.add_argument(
+        "--ramp-up-start-rps", type=float, help="requests per second at the start of the ramp-up"
+    )
+    group.add_argument(
+        "--ramp-up-end-rps", type=float, help="requests per second at the end of the ramp-up"
     )
     group.add_argument("--temperature", type=float, default=0.0)
     group.add_argument(

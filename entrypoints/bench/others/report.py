@@ -27,9 +27,12 @@ TOTALS = (
     ("Total token throughput (tok/s)", "total_token_throughput"),
     ("Request goodput (req/s)", "request_goodput"),
     ("Concurrency", "concurrency"),
+    ("Output throughput per user (tok/s)", "per_user_throughput"),
+    ("Output throughput of a request (tok/s)", "mean_request_output_throughput"),
     ("Accept length", "accept_length"),
     ("Accept rate by position", "accept_rates"),
     ("Device idle between steps, share", "device_idle_share"),
+    ("Compile time since start-up (s)", "compile_seconds"),
 )
 
 
@@ -93,6 +96,18 @@ def idle_share(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | N
         if steps > 0
         else None
     )
+
+
+def startup_times(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record's keys of an engine's start-up.
+
+    They are the seconds of each phase, and the seconds in compilers until now, in the phases and
+    since. Other engines do not report them: None.
+
+    Args:
+        info: the engine's reply to the control "info".
+    """
+    return {key: info.get(key) for key in ("startup_seconds", "compile_seconds")}
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

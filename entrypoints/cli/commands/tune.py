@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         tune_published.choose_tuner(args, given.config, given.plugins)
         _refuse_options("a tuner of kernels", tune_speculative.given_options(args))
         return _tune_kernels(args, given.config, given.plugins)
-    except (GlowplugError, ValueError) as error:
+    except (GlowplugError, OSError, ValueError) as error:
         print(f"glowplug tune: {error}", file=sys.stderr)
         return 2
 
@@ -160,22 +161,28 @@ def _tune(
     started = time.monotonic()
     plan = _plan(config, plugins, folder)
     tuner = _factory(found, plugin)(plan)
-    shapes = layer_shapes(plan, plugins)
-    rows = tuple(args.rows)
-    tables = _selected(tuner.tables(shapes, rows), args.tables)
+    every = partial(tuner.tables, layer_shapes(plan, plugins), tuple(args.rows))
+    tables = _selected(every(), args.tables)
     if args.only_list or not tables:
         _list(tables, args.tuner)
         return 0
     if not args.ray:
         _check_device(found, plan)
     seconds = started + args.max_minutes * 60 - time.monotonic()
+    _show_folders(tables)
     if args.gpus > 1 or args.ray:
         incomplete = [table.label for table in tables if table.missing]
         run_workers(incomplete, args.gpus, seconds, args.ray)
     else:
         _measure(tuner, tables, seconds)
-    _show(_selected(tuner.tables(shapes, rows), [table.label for table in tables]))
+    _show(_selected(every(), [table.label for table in tables]))
     return 0
+
+
+def _show_folders(tables: list[TuneTable]) -> None:
+    """Print the folders of the files that the tables are written to."""
+    folders = sorted({str(table.path.parent) for table in tables})
+    print(f"measurements are written to {', '.join(folders)}", flush=True)
 
 
 def _check_device(found: Tuner, plan: EnginePlan) -> None:

@@ -285,6 +285,12 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         False,
         "run every prefill step eagerly",
     ),
+    switch(
+        "--disable-draft-extend-cuda-graph",
+        "graphs.draft_extend",
+        False,
+        "run the draft model's pass over the tokens of a step eagerly",
+    ),
     Flag(
         ("--piecewise-cuda-graph-tokens",),
         "graphs.prefill_tokens",

@@ -80,8 +80,8 @@ class Fp8ExpertsProblem(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """File of this machine's table."""
-        return tuned_tables.FOLDER / table_name(self.experts, self.inter, self.hidden)
+        """File to which this machine's table is written."""
+        return tuned_tables.path_to_write(table_name(self.experts, self.inter, self.hidden))
 
     def load(self, tokens: int) -> float:
         """Return the mean number of rows of an expert if the experts are chosen uniformly."""

@@ -11,6 +11,7 @@ from glowplug.core.plugin.component import Check, CheckContext, Component, Packa
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plugin.options import AttentionOptions
+from glowplug.plugins.attention.shared.attention_tables import measured_time
 from glowplug.plugins.attention.shared.hopper_libraries import (
     HOPPER,
     SGL_KERNEL,
@@ -67,6 +68,7 @@ def register_attention_backends() -> list[Component]:
             factory="glowplug.plugins.attention.mha.fa3_runtime:Fa3Mha",
             requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
             offers=AttentionOffers(
+                measured=measured_time("fa3_mha"),
                 kinds=frozenset({"mha"}),
                 kv_entries=head_entries,
                 devices=frozenset({"cuda"}),

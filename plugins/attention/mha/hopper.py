@@ -10,6 +10,7 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.plugins.attention.mha.fa3 import check_heads
+from glowplug.plugins.attention.shared.attention_tables import measured_time
 from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SGL_KERNEL
 from glowplug.plugins.attention.shared.prefill_bytes import mha_bytes
 from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
@@ -17,6 +18,8 @@ from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
 #: head sizes and dtypes at which the kernels' times were compared
 MEASURED_HEADS = frozenset({128})
 MEASURED_DTYPES = frozenset({"bfloat16"})
+#: backends whose kernels decode rows; the first is this project's own
+DECODES_WITH = ("triton_mha", "fa3_mha")
 
 
 class HopperMhaOptions(AttentionOptions):
@@ -33,6 +36,7 @@ def register_attention_backends() -> list[Component]:
             factory="glowplug.plugins.attention.mha.hopper_runtime:HopperMha",
             requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
             offers=AttentionOffers(
+                measured=measured_time(*DECODES_WITH),
                 kinds=frozenset({"mha"}),
                 kv_entries=head_entries,
                 devices=frozenset({"cuda"}),

@@ -12,7 +12,9 @@ from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.mha.fa3_runtime import Fa3Mha
+from glowplug.plugins.attention.mha.hopper import DECODES_WITH
 from glowplug.plugins.attention.mha.triton_runtime import TritonMha
+from glowplug.plugins.attention.shared.attention_tables import StepTables
 from glowplug.plugins.attention.shared.decode_choice import fastest_mha
 from glowplug.plugins.attention.shared.hopper_libraries import SIXTEEN_BITS
 from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
@@ -33,6 +35,7 @@ class HopperMha(Fa3Mha):
         self._triton = TritonMha(options, plan, worker)
         self._triton_only = plan.kv_dtype not in SIXTEEN_BITS
         self._by_triton = False
+        self._measurements = StepTables(plan)
 
     def reserves(self, step: DecodingRows) -> int:
         return hopper_mha_bytes(step)
@@ -42,11 +45,22 @@ class HopperMha(Fa3Mha):
             self._triton_only
             or batch.first_key > 0
             or batch.tree_mask is not None
-            or fastest_mha(width * self._heads // self._kv_heads, rows) == "triton"
+            or self._fastest(rows, width) == DECODES_WITH[0]
         )
         self.follows = self._by_triton and self._triton.follows
         plan = self._triton.plan_decode if self._by_triton else super().plan_decode
         plan(batch, graph, rows, width)
+
+    def _fastest(self, rows: int, width: int) -> str:
+        """Return the backend whose kernel decodes rows: the one measured on this card, or the rule.
+
+        Args:
+            rows: number of decode rows.
+            width: number of tokens of a row.
+        """
+        found = self._measurements.fastest(DECODES_WITH, rows, width, self._plan.sizes.positions)
+        by_rule = fastest_mha(width * self._heads // self._kv_heads, rows)
+        return found or DECODES_WITH[by_rule != "triton"]
 
     def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
         decode = self._triton.decode if self._by_triton else super().decode

@@ -12,6 +12,7 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.kernels.launch.cards import TILES
+from glowplug.plugins.attention.shared.attention_tables import measured_time
 from glowplug.plugins.attention.shared.prefill_bytes import mha_bytes
 
 HEAD_DIM_MAX = 256  #: largest head size whose tiles fit into a multiprocessor
@@ -44,6 +45,7 @@ def register_attention_backends() -> list[Component]:
             factory="glowplug.plugins.attention.mha.triton_runtime:TritonMha",
             requires=(Package("triton", ">=3.5"),),
             offers=AttentionOffers(
+                measured=measured_time("triton_mha"),
                 devices=frozenset({"cuda"}),
                 kinds=frozenset({"mha"}),
                 kv_entries=head_entries,

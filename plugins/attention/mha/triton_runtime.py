@@ -13,6 +13,7 @@ from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.mha.decode import MhaTiling, mha_decode, mha_tiling
 from glowplug.kernels.mha.prefill import mha_prefill
+from glowplug.plugins.attention.shared.attention_tables import StepTables, tiling_of
 from glowplug.plugins.attention.shared.mha_base import PagedMha
 
 
@@ -46,6 +47,10 @@ class TritonMha(PagedMha):
     """Multi-head backend by Triton kernels, which read the step's own tensors.
 
     No other tensors are prepared for a step, so captured graphs need no tensors of their own.
+
+    Attributes:
+        tile: tiling of all decode steps, to measure it; None: the measured one, or the rule's.
+        used: tiling of the newest decode step.
     """
 
     follows = True
@@ -53,14 +58,20 @@ class TritonMha(PagedMha):
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._context = plan.sizes.positions
+        self._measurements = StepTables(plan)
+        self.tile: MhaTiling | None = None
+        self.used: MhaTiling | None = None
         self._decoding: _Rows | None = None
         self._prefilling: _Rows | None = None
 
     def plan_decode(self, batch: Batch, graph: object | None, rows: int, width: int) -> None:
         tree = None if batch.tree_mask is None else batch.tree_mask[:rows]
-        tile = mha_tiling(
-            rows, width, self._heads, self._kv_heads, self._head_dim, self._context, self._dtype
-        )
+        found = self._measurements.find(rows, width, self._context)
+        tile = self.tile or tiling_of(found, MhaTiling)
+        if tile is None:
+            sizes = self._heads, self._kv_heads, self._head_dim
+            tile = mha_tiling(rows, width, *sizes, self._context, self._dtype)
+        self.used = tile
         self._decoding = _Rows(
             batch.page_table[:rows],
             batch.kv_lens_device[:rows],

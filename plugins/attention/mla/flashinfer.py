@@ -18,6 +18,7 @@ from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
+from glowplug.plugins.attention.shared.attention_tables import measured_time
 from glowplug.plugins.attention.shared.hopper_libraries import (
     HOPPER,
     SIXTEEN_BITS,
@@ -76,6 +77,7 @@ def register_attention_backends() -> list[Component]:
             factory="glowplug.plugins.attention.mla.flashinfer_runtime:FlashInferMla",
             requires=(Package("flashinfer-python", ">=0.6.11"),),
             offers=AttentionOffers(
+                measured=measured_time("flashinfer_mla"),
                 kinds=frozenset({"mla"}),
                 kv_entries=latent_entries,
                 devices=frozenset({"cuda"}),

@@ -15,6 +15,7 @@ from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
+from glowplug.plugins.attention.shared.attention_tables import measured_time
 from glowplug.plugins.attention.shared.hopper_libraries import (
     HOPPER,
     SGL_KERNEL,
@@ -85,6 +86,7 @@ def register_attention_backends() -> list[Component]:
             factory="glowplug.plugins.attention.mla.flashmla_runtime:FlashMla",
             requires=(Package(SGL_KERNEL, ">=0.4.2"),),
             offers=AttentionOffers(
+                measured=measured_time("flashmla"),
                 kinds=frozenset({"mla"}),
                 kv_entries=latent_entries,
                 devices=frozenset({"cuda"}),

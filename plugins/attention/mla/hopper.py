@@ -13,6 +13,7 @@ from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Captu
 from glowplug.kernels.launch.cuda_arch import SHORT_CONTEXT, SHORT_KEYS_MAX
 from glowplug.plugins.attention.mla.flashmla import PAGE_TOKENS
 from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
+from glowplug.plugins.attention.shared.attention_tables import fastest_of, measured_time, plan_table
 from glowplug.plugins.attention.shared.decode_choice import Line, nearest_entry, short_rows
 from glowplug.plugins.attention.shared.hopper_libraries import (
     HOPPER,
@@ -24,6 +25,8 @@ from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 
 PLAN_FIELD = "kernels.decode_attention"
 KERNEL_NAMES = {"triton": "our own kernel", "flashmla": "FlashMLA"}
+#: backends whose kernels decode rows; the first is this project's own
+DECODES_WITH = ("triton_mla", "flashmla")
 
 
 class HopperMlaOptions(AbsorbedOptions):
@@ -49,6 +52,9 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
         ]
     width = values.width
     queries = width * context.facts.model.num_heads // axis_size("attn_tp", values.mesh)
+    found = _measured_words(context)
+    if found:
+        return [Decision(PLAN_FIELD, "by rows", "hopper_mla", found)]
     used = nearest_entry(queries, values.positions, width)
     short = nearest_entry(queries, SHORT_CONTEXT, width)
     why = f"fastest on an H200 for rows of {queries} queries: {_words(used)}"
@@ -59,6 +65,16 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
     elif short != used:
         why += f"; with a context_length of at most {SHORT_CONTEXT}: {_words(short)}"
     return [Decision(PLAN_FIELD, "by rows", "hopper_mla", why)]
+
+
+def _measured_words(context: CheckContext) -> str:
+    """Return the kernels measured fastest on this card as text; "" without a table of both."""
+    table = plan_table(context, context.values.width)
+    fastest = {rows: fastest_of(found, DECODES_WITH) for rows, found in table.items()}
+    if not fastest or None in fastest.values():
+        return ""
+    listed = ", ".join(f"{name} at {rows} rows" for rows, name in fastest.items())
+    return f"fastest as measured on {context.facts.hardware.devices[0].name}: {listed}"
 
 
 def _words(line: Line) -> str:
@@ -80,6 +96,7 @@ def register_attention_backends() -> list[Component]:
             factory="glowplug.plugins.attention.mla.hopper_runtime:HopperMla",
             requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
             offers=AttentionOffers(
+                measured=measured_time(*DECODES_WITH),
                 kinds=frozenset({"mla"}),
                 kv_entries=latent_entries,
                 devices=frozenset({"cuda"}),

@@ -11,8 +11,10 @@ from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.formats.fp8 import Blocks
 from glowplug.plugins.attention.mla.flashmla_runtime import FlashMla
+from glowplug.plugins.attention.mla.hopper import DECODES_WITH
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
 from glowplug.plugins.attention.mla.triton_runtime import TritonMla
+from glowplug.plugins.attention.shared.attention_tables import StepTables
 from glowplug.plugins.attention.shared.decode_choice import fastest
 from glowplug.plugins.attention.shared.hopper_libraries import SIXTEEN_BITS
 from glowplug.plugins.attention.shared.table_bytes import no_bytes
@@ -31,6 +33,7 @@ class HopperMla(FlashMla):
         self._triton = TritonMla(TritonMlaOptions(), plan, worker)
         self._triton_only = plan.kv_dtype not in SIXTEEN_BITS
         self._by_triton = False
+        self._measurements = StepTables(plan)
         self._longest = plan.sizes.positions
 
     def reserves(self, step: DecodingRows) -> int:
@@ -43,11 +46,20 @@ class HopperMla(FlashMla):
             self._triton_only
             or batch.first_key > 0
             or batch.tree_mask is not None
-            or fastest(width * self._heads, rows, batch.longest or self._longest, width) == "triton"
+            or self._fastest(rows, batch.longest or self._longest, width) == DECODES_WITH[0]
         )
         self.follows = self._by_triton and self._triton.follows
         planned = self._triton.plan_decode if self._by_triton else super().plan_decode
         planned(batch, graph, first, rows, width)
+
+    def _fastest(self, rows: int, longest: int, width: int) -> str:
+        """Return the backend whose kernel decodes rows: the one measured on this card, or the rule.
+
+        Arguments as in ``decode_choice.fastest``.
+        """
+        found = self._measurements.fastest(DECODES_WITH, rows, width, longest)
+        by_rule = fastest(width * self._heads, rows, longest, width)
+        return found or DECODES_WITH[by_rule != "triton"]
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         decode = self._triton.decode if self._by_triton else super().decode

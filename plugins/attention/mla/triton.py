@@ -16,6 +16,7 @@ from glowplug.core.plugin.offers import (
 )
 from glowplug.kernels.launch.cards import TILES
 from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions, check_absorbed
+from glowplug.plugins.attention.shared.attention_tables import measured_time
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 
 
@@ -33,6 +34,7 @@ def register_attention_backends() -> list[Component]:
             factory="glowplug.plugins.attention.mla.triton_runtime:TritonMla",
             requires=(Package("triton", ">=3.5"),),
             offers=AttentionOffers(
+                measured=measured_time("triton_mla"),
                 devices=frozenset({"cuda"}),
                 kinds=frozenset({"mla"}),
                 kv_entries=latent_entries,

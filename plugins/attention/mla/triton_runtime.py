@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from glowplug.kernels.mla.decode import decode_splits, mla_decode
 from glowplug.kernels.mla.decode_tiling import MlaTiling, mla_tiling, pipeline_fits
 from glowplug.kernels.mla.prefill import mla_prefill
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
+from glowplug.plugins.attention.shared.attention_tables import StepTables, tiling_of
 from glowplug.plugins.attention.shared.mla_base import PagedMla
 from glowplug.plugins.attention.shared.prefill_calls import RaggedCall
 
@@ -46,6 +47,10 @@ class TritonMla(PagedMla):
     """MLA backend by Triton kernels, which read the step's own tensors.
 
     No other tensors are prepared for a step, so captured graphs need no tensors of their own.
+
+    Attributes:
+        tile: tiling of all decode steps, to measure it; None: the measured one, or the rule's.
+        used: tiling of the newest decode step.
     """
 
     follows = True
@@ -53,7 +58,10 @@ class TritonMla(PagedMla):
     def __init__(self, options: TritonMlaOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._context = plan.sizes.positions
+        self._measurements = StepTables(plan)
         self._rows: _Rows | None = None
+        self.tile: MlaTiling | None = None
+        self.used: MlaTiling | None = None
 
     def plan_decode(
         self, batch: Batch, graph: object | None, first: int, rows: int, width: int
@@ -129,16 +137,31 @@ class TritonMla(PagedMla):
         pipeline = pipeline_fits(
             query.dtype, kv.dtype, self._page_size, layer.lora_rank, layer.rope_dim, query.device
         )
-        return rows, mla_tiling(
-            len(rows.lens),
-            rows.width,
-            layer.heads,
-            rows.longest,
-            query.dtype,
-            kv.dtype,
-            pipeline,
-            merge_in_values,
-        )
+        count = len(rows.lens)
+        tile = self.tile or self._measured(count, rows.width, rows.longest, pipeline)
+        if tile is None:
+            tile = mla_tiling(
+                count,
+                rows.width,
+                layer.heads,
+                rows.longest,
+                query.dtype,
+                kv.dtype,
+                pipeline,
+                merge_in_values,
+            )
+        elif tile.merge_in_values and not merge_in_values:
+            tile = replace(tile, merge_in_values=False)
+        self.used = tile
+        return rows, tile
+
+    def _measured(self, rows: int, width: int, longest: int, pipeline: bool) -> MlaTiling | None:
+        """Return the tiling measured for a step on this card; None if there is none that runs.
+
+        Arguments as in ``mla_tiling``.
+        """
+        tile = tiling_of(self._measurements.find(rows, width, longest), MlaTiling)
+        return None if tile is None or tile.pipeline and not pipeline else tile
 
     def _call(
         self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor

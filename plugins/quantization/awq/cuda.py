@@ -27,7 +27,8 @@ from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.awq.cpu import Awq, AwqSource, Put
 from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
 from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
-from glowplug.plugins.quantization.shared.provider_choice import AWQ, AWQ_ROWS, ByShape, Table
+from glowplug.plugins.quantization.shared.provider_choice import AWQ, AWQ_ROWS, ByShape
+from glowplug.plugins.quantization.shared.provider_tables import Table
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.awq.plugin import AwqOptions

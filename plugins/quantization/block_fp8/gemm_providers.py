@@ -17,7 +17,7 @@ from glowplug.core.plugin.byte_costs import ROUND_TOKENS
 from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.launch import tuned_tables
 from glowplug.plugins.quantization.block_fp8.plugin import SIXTEEN_BIT_ONLY
-from glowplug.plugins.quantization.shared import provider_choice
+from glowplug.plugins.quantization.shared import provider_choice, provider_tables
 from glowplug.plugins.quantization.shared.libraries import library
 
 
@@ -247,7 +247,7 @@ class Providers:
     def __init__(
         self,
         wanted: str = "auto",
-        table: provider_choice.Table | None = None,
+        table: provider_tables.Table | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._all: dict[str, Gemm] = {provider.name: provider() for provider in PROVIDERS}
@@ -291,7 +291,7 @@ class Providers:
         )
 
 
-def measured_table() -> provider_choice.Table:
+def measured_table() -> provider_tables.Table:
     """Return the table of the fastest block FP8 providers on the current GPU.
 
     The table is empty if there are no measurements.

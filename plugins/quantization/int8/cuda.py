@@ -32,7 +32,8 @@ from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
 from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.int8.cpu import Int8Source, Put, W8A8Int8
 from glowplug.plugins.quantization.shared.libraries import library
-from glowplug.plugins.quantization.shared.provider_choice import INT8, INT8_ROWS, ByShape, Table
+from glowplug.plugins.quantization.shared.provider_choice import INT8, INT8_ROWS, ByShape
+from glowplug.plugins.quantization.shared.provider_tables import Table
 from glowplug.plugins.quantization.shared.quantized_input import quantized
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ count. No torch.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from glowplug.core.facts.machine import installed
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.offers import QuantizationOffers
@@ -21,6 +21,12 @@ from glowplug.kernels.launch.cards import LIBRARIES as LIBRARY_CARDS, TILES
 from glowplug.plugins.quantization.awq.plugin import AwqOptions
 from glowplug.plugins.quantization.block_fp8.plugin import LIBRARIES, BlockFp8Options
 from glowplug.plugins.quantization.int8.plugin import LIBRARIES as INT8_LIBRARIES, W8A8Int8Options
+from glowplug.plugins.quantization.shared.provider_tables import (
+    TRITON,
+    Table,
+    file_name,
+    provider_table,
+)
 
 FIELD = "quantization.gemm"
 FEW_ROWS_MAX = 64  #: largest row count for which ``UNMEASURED_FEW_ROWS`` applies
@@ -29,8 +35,6 @@ FEW_ROWS_MAX = 64  #: largest row count for which ``UNMEASURED_FEW_ROWS`` applie
 UNMEASURED_FEW_ROWS = ("triton",)
 #: providers in order of preference above FEW_ROWS_MAX rows, likewise
 UNMEASURED_MANY_ROWS = ("cublas", "cutlass", "triton")
-
-Table = Mapping[str, Mapping[str, str]]  #: {"N=2112,K=7168": {rows: fastest provider}}
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class GemmChoice:
     unmeasured: str | RowRule
     others: str = "the provider of the nearest measured shape"
     on_every_gpu: bool = False
+
+    @property
+    def packages(self) -> list[str]:
+        """Packages of all candidates."""
+        return [name for packages in self.candidates.values() for name in packages]
 
     @property
     def tuner(self) -> str:
@@ -135,27 +144,40 @@ def remark(context: CheckContext) -> Decision | None:
 def _resolved(choice: GemmChoice, context: CheckContext) -> Decision:
     """Return a note on what chooses the providers on the GPUs: a measured table or a rule."""
     devices = context.facts.hardware.devices
-    candidates = _candidates(choice, context.facts.software.packages)
-    shapes = min((len(measured(choice.kind, card.name)) for card in devices), default=0)
+    packages = context.facts.software.packages
+    candidates = _candidates(choice, packages)
+    triton = packages.get(TRITON, "")
+    shapes = min((len(measured(choice.kind, card.name, triton)) for card in devices), default=0)
     card = devices[0].name
+    again = f"run `glowplug tune {choice.tuner}` to measure"
     if shapes:
+        changed = provider_table(choice.kind, card).changed(packages)
+        other = f"; measured with {', '.join(changed)}: {again} again" if changed else ""
         return Decision(
             FIELD,
             "by shape",
             "facts",
             f"the fastest provider measured on {card} for each of {shapes} shapes; {candidates}; "
-            f"other shapes: {choice.others}",
+            f"other shapes: {choice.others}{other}",
+            notable=bool(changed),
         )
-    known = ", ".join(measured_cards(choice.kind))
-    inapplicable = f" (those of {known} do not apply)" if known else ""
     return Decision(
         FIELD,
         "rules",
         "facts",
-        f"no measurements for {card}{inapplicable}: {choice.unmeasured}; "
-        f"{candidates}; run `glowplug tune {choice.tuner}` to measure",
+        f"{_why_no_table(choice, card, triton)}: {choice.unmeasured}; {candidates}; {again}",
         notable=True,
     )
+
+
+def _why_no_table(choice: GemmChoice, card: str, triton: str) -> str:
+    """Return why no table is used on the GPU ``card``, as text. ``triton``: its version."""
+    unfit = provider_table(choice.kind, card).unfit(triton)
+    if unfit:
+        return f"the table of {card} is not used ({unfit})"
+    known = ", ".join(measured_cards(choice.kind))
+    inapplicable = f" (those of {known} do not apply)" if known else ""
+    return f"no measurements for {card}{inapplicable}"
 
 
 def _candidates(choice: GemmChoice, packages: Mapping[str, str]) -> str:
@@ -171,21 +193,24 @@ def _candidates(choice: GemmChoice, packages: Mapping[str, str]) -> str:
 
 
 def table_path(kind: str, card: str) -> Path:
-    """Return the path of the table of fastest providers on the GPU ``card``.
+    """Return the path to which the fastest providers on the GPU ``card`` are written.
 
     ``kind``: prefix of the table's file name, as in :class:`GemmChoice`.
     """
-    return tuned_tables.FOLDER / f"{kind},device_name={tuned_tables.spelt(card)}.json"
+    return tuned_tables.path_to_write(file_name(kind, card))
 
 
-def measured(kind: str, card: str) -> Table:
-    """Return the table of fastest providers on the GPU ``card``, empty if there is none.
+def measured(kind: str, card: str, triton: str | None = None) -> Table:
+    """Return the table of fastest providers on the GPU ``card``, empty if none is used.
 
-    ``kind``: prefix of the table's file name, as in :class:`GemmChoice`.
+    Args:
+        kind: prefix of the table's file name, as in :class:`GemmChoice`.
+        card: name of the GPU.
+        triton: version of Triton; None: the installed one.
     """
-    path = table_path(kind, card)
-    found: Table = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    found = provider_table(kind, card)
+    version = installed(TRITON) if triton is None else triton
+    return {} if found.unfit(version or "") else found.fastest
 
 
 def measured_cards(kind: str) -> list[str]:
@@ -194,8 +219,9 @@ def measured_cards(kind: str) -> list[str]:
     ``kind``: prefix of the tables' file names, as in :class:`GemmChoice`.
     """
     return sorted(
-        path.stem.partition("device_name=")[2].replace("_", " ")
-        for path in tuned_tables.FOLDER.glob(f"{kind},device_name=*.json")
+        name.removesuffix(".json").partition("device_name=")[2].replace("_", " ")
+        for name in tuned_tables.names()
+        if name.startswith(f"{kind},device_name=")
     )
 
 

@@ -16,7 +16,9 @@ from glowplug.kernels.launch.cards import TILES
 from glowplug.plugins.quantization.shared import expert_provider_choice, provider_choice
 
 TABLE_NAME = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")
+ATTENTION = "attention="  #: beginning of the names of tables of decode attention
 FIELD = "kernels.tables"
+FILES_FIELD = "kernels.table_files"
 HEAD_FIELD = "kernels.head"
 
 
@@ -36,18 +38,32 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
         or {device.compute for device in devices} - TILES
     ):
         return []
-    tables = made_for(path.name for path in tuned_tables.FOLDER.glob("*.json"))
+    tables = made_for(tuned_tables.names())
     others = (
         provider_choice.remark(context),
         expert_provider_choice.remark(context),
         head_remark(context, min(cards), version),
     )
-    return [remark(cards, tuned_tables.minor(version), tables), *(each for each in others if each)]
+    noted = remark(cards, tuned_tables.minor(version), tables)
+    return [noted, *folder_remark(), *(each for each in others if each)]
+
+
+def folder_remark() -> list[Decision]:
+    """Return a note on the user's tables, and on files that are no tables; [] if there are none."""
+    folder = tuned_tables.user_folder()
+    count = len(list(folder.glob("*.json")))
+    broken = tuned_tables.unreadable()
+    why = [f"{count} files in {folder} replace packaged ones of the same name"] if count else []
+    why += [f"{message}; it is ignored" for message in broken]
+    if not why:
+        return []
+    value = "the user's first" if count else "packaged"
+    return [Decision(FILES_FIELD, value, "facts", "; ".join(why), notable=bool(broken))]
 
 
 def made_for(names: Iterable[str]) -> set[tuple[str, str]]:
     """Return the (GPU, Triton version) of each table of tile sizes among file names ``names``."""
-    found = (TABLE_NAME.search(name) for name in names)
+    found = (TABLE_NAME.search(name) for name in names if not name.startswith(ATTENTION))
     return {(match["card"].replace("_", " "), match["triton"]) for match in found if match}
 
 

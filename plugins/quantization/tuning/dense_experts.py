@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -33,7 +32,7 @@ class MoeTuner:
                 self._dtype,
                 others_of(shape),
             )
-            path = tuned_tables.FOLDER / problem.table_name
+            path = tuned_tables.path_to_write(problem.table_name)
             label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
             found.append(
                 TuneTable(
@@ -66,16 +65,12 @@ def others_of(shape: ExpertsShape) -> int:
 
 
 def rows_in(path: Path) -> tuple[int, ...]:
-    """Return the row counts for which the table at ``path`` has measurements, ascending.
-
-    The result is () if there is no table.
+    """Return the row counts that a tuner that writes to ``path`` has measurements for, ascending.
 
     Raises:
         ValueError: the file cannot be read as a table.
     """
-    if not path.is_file():
-        return ()
     try:
-        return tuple(sorted(int(rows) for rows in json.loads(path.read_text())))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not a table of measurements ({error}): move it away") from None
+        return tuple(tuned_tables.begun(path))
+    except tuned_tables.NoTable as error:
+        raise ValueError(f"{error}: move it away") from None

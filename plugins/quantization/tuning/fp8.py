@@ -5,13 +5,10 @@ Measures our kernel's best configuration and the fastest provider for each GEMM 
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +26,12 @@ from glowplug.plugins.quantization.block_fp8.gemm_providers import (
     TritonGemm,
     provider_path,
 )
+from glowplug.plugins.quantization.shared import provider_choice
+from glowplug.plugins.quantization.shared.provider_tables import (
+    note_provider,
+    rows_done,
+    versions_here,
+)
 from glowplug.plugins.quantization.tuning.dense_experts import rows_in
 
 #: libraries that compile for a minute at their first use; they are not measured
@@ -45,6 +48,7 @@ class Fp8GemmTuner:
     """
 
     def __init__(self, plan: EnginePlan) -> None:
+        self._versions = versions_here(provider_choice.FP8.packages)
         self._libraries: list[Gemm] = [
             provider()
             for provider in PROVIDERS
@@ -59,10 +63,11 @@ class Fp8GemmTuner:
             columns = sum(shape.outputs)
             depth = shape.inputs
             problem = tuned_tables.problem(columns, depth)
-            path = tuned_tables.FOLDER / tuned_tables.file_name(
-                problem, tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK)
+            path = tuned_tables.path_to_write(
+                tuned_tables.file_name(problem, tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK))
             )
-            both = set(rows_in(path)) & set(providers_in(provider_path(), problem))
+            provided = rows_done(provider_path(), problem, self._versions)
+            both = set(rows_in(path)) & set(provided)
             found[problem] = TuneTable(
                 problem, path, rows or tuning_fp8.ROWS, tuple(sorted(both)), (columns, depth)
             )
@@ -86,7 +91,7 @@ class Fp8GemmTuner:
                 return
             times = self.provider_times(rows, columns, depth, ours[rows])
             winner = min(times, key=lambda name: times[name])
-            note_provider(provider_path(), table.label, rows, winner)
+            note_provider(provider_path(), table.label, rows, winner, self._versions)
             log(
                 f"{rows} rows: {winner}; "
                 + ", ".join(f"{name} {spent:.1f} us" for name, spent in times.items())
@@ -162,27 +167,3 @@ def copies(size: int) -> int:
     ``size``: bytes of the weight.
     """
     return min(16, max(2, COLD_WEIGHT_BYTES // size))
-
-
-def providers_in(path: Path, problem: str) -> tuple[int, ...]:
-    """Return the row counts for which the table at ``path`` has a provider of ``problem``."""
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    return tuple(int(rows) for rows in found.get(problem, ()))
-
-
-def note_provider(path: Path, problem: str, rows: int, name: str) -> None:
-    """Add the fastest provider ``name`` for ``rows`` rows of ``problem`` to the table at ``path``.
-
-    Several processes may write the table at the same time.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        text = file.read()
-        table = json.loads(text) if text.strip() else {}
-        known = {int(key): value for key, value in table.get(problem, {}).items()} | {rows: name}
-        table[problem] = {str(key): value for key, value in sorted(known.items())}
-        file.seek(0)
-        file.truncate()
-        file.write(json.dumps(table, indent=1) + "\n")

@@ -18,7 +18,12 @@ from glowplug.kernels.launch.timing import microseconds
 from glowplug.plugins.quantization.awq import cuda as awq_cuda, plugin as awq_plugin
 from glowplug.plugins.quantization.int8 import cuda as int8_cuda, plugin as int8_plugin
 from glowplug.plugins.quantization.shared import provider_choice
-from glowplug.plugins.quantization.tuning.fp8 import copies, note_provider, providers_in
+from glowplug.plugins.quantization.shared.provider_tables import (
+    note_provider,
+    rows_done,
+    versions_here,
+)
+from glowplug.plugins.quantization.tuning.fp8 import copies
 
 #: provider -> one call for each copy of the weight
 Calls = Mapping[str, Sequence[Callable[[], object]]]
@@ -31,28 +36,29 @@ class NarrowTuner:
 
     Attributes:
         scheme: name of the quantization scheme.
-        kind: prefix of the file names of its tables.
+        choice: its providers, and the prefix of the file names of its tables.
     """
 
     scheme = ""
-    kind = ""
+    choice: provider_choice.GemmChoice
 
     def __init__(self, plan: EnginePlan, device: str = "cuda") -> None:
         self._plan = plan
         self._device = device
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
+        self._versions = versions_here(self.choice.packages)
 
     def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
         if self._plan.choice("quantization").name != self.scheme:
             return []
-        path = provider_choice.table_path(self.kind, tuned_tables.device_name())
+        path = provider_choice.table_path(self.choice.kind, tuned_tables.device_name())
         sizes = dict.fromkeys(
             (sum(shape.outputs), shape.inputs)
             for shape in shapes.linears
             if shape.name in shapes.quantized
         )
         return [
-            TuneTable(problem, path, rows or ROWS, providers_in(path, problem), size)
+            TuneTable(problem, path, rows or ROWS, rows_done(path, problem, self._versions), size)
             for size in sizes
             for problem in (tuned_tables.problem(*size),)
         ]
@@ -68,7 +74,7 @@ class NarrowTuner:
                 for name, calls in self.calls(rows, *table.problem).items()
             }
             winner = min(times, key=lambda name: times[name])
-            note_provider(table.path, table.label, rows, winner)
+            note_provider(table.path, table.label, rows, winner, self._versions)
             log(
                 f"{rows} rows: {winner}; "
                 + ", ".join(f"{name} {spent:.1f} us" for name, spent in times.items())
@@ -87,7 +93,7 @@ class Int8GemmTuner(NarrowTuner):
     """Tuner of linear layers of the scheme ``w8a8_int8``."""
 
     scheme = int8_plugin.NAME
-    kind = provider_choice.INT8.kind
+    choice = provider_choice.INT8
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
         x = int8_triton.quantize(torch.randn(rows, depth, dtype=self._dtype, device=self._device))
@@ -113,7 +119,7 @@ class AwqGemmTuner(NarrowTuner):
     """Tuner of linear layers of the scheme ``awq``, with the group size of the plan's model."""
 
     scheme = awq_plugin.NAME
-    kind = provider_choice.AWQ.kind
+    choice = provider_choice.AWQ
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
         stated = awq_plugin.awq_group(self._plan.facts.model)

@@ -73,6 +73,7 @@ class ModelDrafts(DraftPasses):
             limits.num_pages, limits.hidden, self._page_size, self._dtype, self._device
         )
         self._draft_extend.work = ExtendWork(self._model.fill, limits.hidden, self._dtype)
+        self._draft_extend.after = self._extend
         self._pending: PendingTokens | None = None
         # ranks that fill for other groups do so in every step
         if not self._grouped and not all(shape.steps for shape in self._shapes):
@@ -134,18 +135,26 @@ class ModelDrafts(DraftPasses):
         chain = batch.tree is None
         if self._on_host and chain and batch.num_decodes == batch.num_rows > 0:
             return self._accept_on_host(logits, hidden, batch, sampler)
-        if chain and batch.num_decodes == batch.num_rows > 0:
+        apart = self._draft_extend.apart and batch.pieces is not DIRECT
+        # NOTE: the fused bookkeeping leaves no tensors behind from which ``_extend`` could follow
+        if chain and batch.num_decodes == batch.num_rows > 0 and not apart:
             return self._accept_chains(logits, hidden, batch, sampler)
         ends = self._ends(batch)
         shape = self._shape_of(batch)
         accepted = verify(logits, batch, shape.tokens, ends, sampler)
         self._page_ends.keep(batch, accepted, hidden)
         self._remember(batch, newest_tokens(batch, accepted, ends), hidden)
-        # a group without tokens still takes part in the exchanges of the others
-        if shape.steps or self._grouped or batch.num_decodes < batch.num_rows:
-            lacking = uncached_tokens(batch, accepted, shape.steps, self._page_size)
-            self._fill(batch, lacking, hidden)
+        if not apart:
+            self._extend(batch, accepted, hidden)
         return accepted
+
+    def _extend(self, batch: Batch, accepted: Accepted, hidden: Tensor) -> None:
+        """Write the draft's cache entries of the step's tokens. ``hidden``: as in ``accept``."""
+        steps = self._shape_of(batch).steps
+        # a group without tokens still takes part in the exchanges of the others
+        if steps or self._grouped or batch.num_decodes < batch.num_rows:
+            lacking = uncached_tokens(batch, accepted, steps, self._page_size)
+            self._fill(batch, lacking, hidden)
 
     def _accept_chains(
         self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler

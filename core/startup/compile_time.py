@@ -1,0 +1,73 @@
+"""Time that a process has spent in compilers: Triton's and torch.compile's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch._guards import CompileContext
+
+#: key of torch's own compile times that includes all the others
+WHOLE_COMPILATION = "_compile.compile_inner"
+
+
+class CompileTime:
+    """The compile time of this process since the creation of this object.
+
+    A Triton kernel found in Triton's cache counts with the time of its look-up. Libraries with
+    compilers of their own (DeepGEMM, FlashInfer) are not included.
+
+    ``device``: torch device of the rank; Triton is watched on CUDA only.
+    """
+
+    def __init__(self, device: str) -> None:
+        watched = device.startswith("cuda") and find_spec("triton") is not None
+        self._triton = _watched_triton() if watched else TritonTime()
+        self._before = self._total()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in compilers since the creation of this object."""
+        return self._total() - self._before
+
+    def _total(self) -> float:
+        return self._triton.seconds + _torch_seconds()
+
+
+class TritonTime:
+    """A listener of Triton's compiler that adds up its times.
+
+    Kernels that torch.compile makes are left out: torch's time includes them.
+    """
+
+    def __init__(self, earlier: Callable[..., None] | None = None) -> None:
+        self.seconds = 0.0
+        self._earlier = earlier
+
+    def __call__(self, *, times: Any, **more: Any) -> None:
+        if CompileContext.try_get() is None:
+            self.seconds += times.total / 1e6
+        if self._earlier is not None:
+            self._earlier(times=times, **more)
+
+
+@cache
+def _watched_triton() -> TritonTime:
+    """Return the listener of this process, which Triton calls after each compilation."""
+    compilation = import_module("triton").knobs.compilation
+    listener = TritonTime(compilation.listener)
+    compilation.listener = listener
+    return listener
+
+
+def _torch_seconds() -> float:
+    """Return the seconds of all compilations by torch.compile in this process so far.
+
+    NOTE: torch._dynamo is not imported for this, because the import takes more than a second.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    return sum(utils.compilation_time_metrics.get(WHOLE_COMPILATION, ())) if utils else 0.0
