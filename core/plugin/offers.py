@@ -263,6 +263,18 @@ class SamplerOffers(Offers):
     scratch_rows: Callable[[int], int] | None = None
 
 
+@dataclass(frozen=True)
+class GrammarOffers(Offers):
+    """Capabilities of a library for structured output.
+
+    Attributes:
+        kinds_of_grammar: kinds of ``GrammarSpec`` that it compiles; empty: none, and requests for
+            structured output are refused.
+    """
+
+    kinds_of_grammar: frozenset[str] = frozenset()
+
+
 #: kinds of ``Piece`` that answers can carry beside "content"; parsers of other kinds are refused
 CARRIED_KINDS = frozenset({"reasoning"})
 

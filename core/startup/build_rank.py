@@ -32,6 +32,7 @@ from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
 from glowplug.core.startup.components import build_component, plain_scheme
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
+from glowplug.core.startup.grammars import rank_grammars
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.startup.memory_fit import RankMemory
 from glowplug.core.startup.memory_gauge import memory_now
@@ -153,7 +154,12 @@ class RankBuilder:
             leads=self.worker.rank == 0,
             observers=self._observers(),
             controls=self._controls(scheduler, runner, context.parallel),
-            closing=[self._stopping, runner.graphs.close, context.collectives.close],
+            closing=[
+                self._stopping,
+                runner.grammars.close,
+                runner.graphs.close,
+                context.collectives.close,
+            ],
         )
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
@@ -187,6 +193,7 @@ class RankBuilder:
             sampled_last_layer=self.plan.sampled_last_layer,
             layers=self.plan.facts.model.num_layers,
             simulated=simulation_of(self.plan, self.worker),
+            grammars=rank_grammars(self.plan, self.plugins, self.worker),
         )
 
     def _draft_context(self, context: BuildContext) -> BuildContext:
