@@ -1,4 +1,8 @@
-"""Runtime of the grammar library "llguidance". Torch is not imported before the first mask."""
+"""Runtime of the grammar library "llguidance".
+
+The library is imported with the first grammar: an environment without it serves all other requests.
+Torch is imported with the first mask.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,7 @@ import json
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import any_to_lark
 
 from glowplug.core.errors import RequestError
 from glowplug.core.plan.plan import EnginePlan
@@ -73,6 +75,13 @@ class Llguidance:
         self._forbid: Any = None
 
     def open(self, tokenizer: Tokenizer, vocab: int) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise RequestError(
+                f"structured output needs llguidance, which cannot be imported here: {error}"
+            ) from None
+        self._new_matcher = llguidance.LLMatcher
         self._tokens = llguidance.LLTokenizer(
             tokenizer.backend.to_str(), n_vocab=vocab, eos_token=list(tokenizer.eos_ids)
         )
@@ -83,7 +92,7 @@ class Llguidance:
 
     def compile(self, spec: GrammarSpec) -> LlguidanceGrammar:
         text = _grammar_of(spec)
-        matcher = llguidance.LLMatcher(self._tokens, text, log_level=SILENT, limits=self._limits)
+        matcher = self._new_matcher(self._tokens, text, log_level=SILENT, limits=self._limits)
         if matcher.is_error():
             raise RequestError(f"the grammar is not supported: {_first_line(matcher.get_error())}")
         return LlguidanceGrammar(matcher, BASE_BYTES + BYTES_PER_BYTE * len(text))
@@ -111,17 +120,20 @@ def _grammar_of(spec: GrammarSpec) -> str:
     Raises:
         RequestError: it cannot be converted.
     """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
     try:
         if spec.kind == "json_schema":
             return _schema(spec)
         if spec.kind == "regex":
-            return str(llguidance.LLMatcher.grammar_from_regex(spec.text))
+            return str(LLMatcher.grammar_from_regex(spec.text))
         if spec.kind == "choice":
             options = " | ".join(json.dumps(one) for one in json.loads(spec.text))
-            return str(llguidance.LLMatcher.grammar_from_lark(f"start: {options}"))
+            return str(LLMatcher.grammar_from_lark(f"start: {options}"))
         if spec.kind == "structural_tag":
             return _structural_tag(json.loads(spec.text))
-        return str(llguidance.LLMatcher.grammar_from_lark(any_to_lark(spec.text)))
+        return str(LLMatcher.grammar_from_lark(any_to_lark(spec.text)))
     except RequestError:
         raise
     except Exception as error:  # NOTE: the converters raise plain errors of many types
@@ -129,12 +141,14 @@ def _grammar_of(spec: GrammarSpec) -> str:
 
 
 def _schema(spec: GrammarSpec) -> str:
+    from llguidance import LLMatcher
+
     settings: Any = (
         {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
         if spec.whitespace
         else {"whitespace_flexible": False}
     )
-    return str(llguidance.LLMatcher.grammar_from_json_schema(spec.text, overrides=settings))
+    return str(LLMatcher.grammar_from_json_schema(spec.text, overrides=settings))
 
 
 def _structural_tag(tag: dict[str, Any]) -> str:
@@ -143,6 +157,8 @@ def _structural_tag(tag: dict[str, Any]) -> str:
     Raises:
         RequestError: the tag has another form.
     """
+    from llguidance import StructTag
+
     structures = tag.get("structures")
     triggers = tag.get("triggers")
     if not structures or not triggers:
@@ -157,11 +173,9 @@ def _structural_tag(tag: dict[str, Any]) -> str:
         if trigger is None:
             raise RequestError(f"no trigger is a prefix of the tag {begin[:64]!r}")
         found.append(
-            llguidance.StructTag(
-                trigger=trigger, begin=begin, grammar=one.get("schema", {}), end=one["end"]
-            )
+            StructTag(trigger=trigger, begin=begin, grammar=one.get("schema", {}), end=one["end"])
         )
-    return str(llguidance.StructTag.to_grammar(found, assume_special=False))
+    return str(StructTag.to_grammar(found, assume_special=False))
 
 
 def _first_line(text: str) -> str:

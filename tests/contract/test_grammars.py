@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,12 @@ def test_many_masks_are_filled_at_once(backend: GrammarBackend) -> None:
 def test_an_invalid_grammar_is_refused(backend: GrammarBackend, spec: GrammarSpec) -> None:
     with pytest.raises(RequestError, match="not supported|no trigger"):
         backend.compile(spec)
+
+
+def test_an_environment_without_the_library_refuses_grammars_only(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    without: GrammarBackend = make("grammar", "llguidance", bare_plan(), Worker())
+    with pytest.raises(RequestError, match="needs llguidance"):
+        without.open(tokenizer, VOCAB)

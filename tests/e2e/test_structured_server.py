@@ -12,7 +12,9 @@ import httpx
 import pytest
 
 pytest.importorskip("llguidance")
-jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("jsonschema")
+
+import jsonschema
 
 from tests.e2e.serving import Served, gauge
 from tests.e2e.structured_server import served_model
