@@ -141,12 +141,15 @@ class Constraint:
                 and self._tags.opening >= 0
             ):
                 allow_token(mask, self._tags.opening)
-            self.check(mask)
+            self.check(mask, bool(mask.any()))
 
-    def check(self, mask: Masks) -> None:
-        """Note a failure of the matcher that has just filled ``mask``, and allow every token."""
+    def check(self, mask: Masks, some: bool) -> None:
+        """Note a failure of the matcher that has just filled ``mask``, and allow every token.
+
+        ``some``: the mask allows a token.
+        """
         self.failure = self.matcher.error()
-        if not self.failure and not mask.any():
+        if not self.failure and not some:
             self.failure = "the grammar allows no token of this model here"
         if self.failure:
             mask[:] = ANY

@@ -198,7 +198,7 @@ class StepMasks:
         plain: list[tuple[int, Constraint]] = []
         at = 0
         for (i, row), first, count in zip(self._sampling, firsts, counts):
-            places[at : at + count] = np.arange(first, first + count)
+            places[at : at + count] = first if count == 1 else np.arange(first, first + count)
             constraint = self._rows[row][1]
             if constraint.in_grammar and count == 1:
                 plain.append((at, constraint))
@@ -234,8 +234,9 @@ class StepMasks:
         if plain:
             wanted: list[tuple[Matcher, int]] = [(one.matcher, at) for at, one in plain]
             self._backend.fill(wanted, masks)
+        some = masks.any(axis=1).tolist()
         for at, constraint in plain:
-            constraint.check(masks[at])
+            constraint.check(masks[at], some[at])
 
     def _take_failures(self) -> None:
         for _, row in self._sampling:
