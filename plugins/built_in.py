@@ -37,6 +37,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.speculative.nextn",
     "glowplug.plugins.speculative.ngram",
     "glowplug.plugins.speculative.eagle",
+    "glowplug.plugins.speculative.standalone",
     "glowplug.plugins.scheduler.continuous",
     "glowplug.plugins.scheduler.policies",
     "glowplug.plugins.graphs.cuda_graph",

@@ -369,13 +369,18 @@ class Engine:
         return outputs
 
     def _attach_stats(self, outputs: list[Outbound]) -> None:
+        """Attach the statistics when they are due, and when the last sequence has ended."""
         now = time.monotonic()
         busy = not self._group_idle
         turned_idle = self._was_busy and not busy
         self._was_busy = busy
         if not busy:
             self._meters.idle(self._load == 0)
-        if not turned_idle and now < self._stats_due:
+        # with overlap, a step is still in flight when the last sequence ends
+        ended = not self._stalls.live and any(
+            isinstance(one, StepOutput) and one.finished for one in outputs
+        )
+        if not turned_idle and not ended and now < self._stats_due:
             return
         self._stats_due = now + STATS_EVERY
         stats = self._stats()

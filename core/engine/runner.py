@@ -319,7 +319,7 @@ class Runner:
         pieces = []
         for at in range(0, len(ids), SCORED):
             scores = torch.log_softmax(self.model.logits(hidden[at : at + SCORED]), dim=-1)
-            top = scores.topk(k, dim=-1)
+            top = scores.topk(min(k, scores.shape[-1]), dim=-1)
             pieces.append(
                 (scores.gather(1, ids[at : at + SCORED, None])[:, 0], top.indices, top.values)
             )

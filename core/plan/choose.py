@@ -11,6 +11,7 @@ from glowplug.core.plan.candidates import contributed, pick
 from glowplug.core.plan.checks.adaptive import decide_adaptive, possible_shapes
 from glowplug.core.plan.checks.last_layer import choose_last_layer
 from glowplug.core.plan.device import choose_device, choose_dtypes
+from glowplug.core.plan.draft_model import choose_draft_model
 from glowplug.core.plan.proposal import Proposal, chosen_of, options_of
 from glowplug.core.plugin.component import Component, Options
 from glowplug.core.plugin.draft_shape import DraftShape
@@ -36,6 +37,7 @@ def choose(proposal: Proposal) -> None:
     _remark_on_chain(proposal)
     decide_adaptive(proposal)
     choose_last_layer(proposal)
+    choose_draft_model(proposal)
 
 
 # ---- the model family ----------------------------------------------------------------------------

@@ -39,7 +39,8 @@ def plan_fingerprint(plan: EnginePlan) -> str:
             "model": _content(plan.facts.model),
             "draft": plan.facts.draft and _content(plan.facts.draft),
             "components": [
-                [*_component(choice), _options(plan, choice)] for choice in plan.choices
+                [*_component(choice), _options(plan, choice)]
+                for choice in (*plan.choices, *plan.draft_choices)
             ],
             "decided": [
                 plan.dtype,

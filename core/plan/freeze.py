@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from glowplug.core.config.schema import SECRETS, EngineConfig, recorded
@@ -10,6 +10,7 @@ from glowplug.core.errors import PluginLoadError
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.model_folder import with_digest
 from glowplug.core.plan.checks.adaptive import given_costs
+from glowplug.core.plan.draft_model import DRAFT_SLOTS
 from glowplug.core.plan.fingerprint import plan_fingerprint
 from glowplug.core.plan.inputs import CALLER
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
@@ -52,7 +53,8 @@ def _engine_plan(proposal: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...
         device=values.device,
         seed=config.seed,
         overlap=values.overlap,
-        choices=_choices(proposal),
+        choices=_choices(proposal, (slot.name for slot in SLOTS)),
+        draft_choices=_choices(proposal.draft, DRAFT_SLOTS) if proposal.draft else (),
         decisions=tuple(proposal.decisions),
         budget=budget,
         sizes=sizes,
@@ -75,16 +77,16 @@ def _with_digests(facts: Facts) -> Facts:
     return replace(facts, model=with_digest(facts.model), draft=draft)
 
 
-def _choices(proposal: Proposal) -> tuple[Choice, ...]:
-    """Return the chosen components of all slots."""
+def _choices(proposal: Proposal, slots: Iterable[str]) -> tuple[Choice, ...]:
+    """Return the chosen components of the slots with these names."""
     choices = []
-    for slot in SLOTS:
-        for chosen in proposal.chosen[slot.name]:
-            registration = proposal.plugins.find(slot.name, chosen.name)
+    for slot in slots:
+        for chosen in proposal.chosen[slot]:
+            registration = proposal.plugins.find(slot, chosen.name)
             assert registration is not None
             choices.append(
                 Choice(
-                    slot.name,
+                    slot,
                     chosen.name,
                     registration.component.factory,
                     chosen.options.model_dump(mode="json"),

@@ -6,7 +6,7 @@ configuration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
@@ -172,6 +172,8 @@ class EnginePlan:
     draft_costs: DraftCosts | None = None
     #: torch's allocator uses expandable segments, unless its environment variable is set
     expandable_segments: bool = False
+    #: components of a draft that is a whole model, in place of the target's; () if it is none
+    draft_choices: tuple[Choice, ...] = ()
     #: source of the chat template that replaces the tokenizer's; "" for the tokenizer's own
     chat_template: str = ""
 
@@ -189,6 +191,22 @@ class EnginePlan:
     def choices_in(self, slot: str) -> tuple[Choice, ...]:
         """Return all components in ``slot``."""
         return tuple(choice for choice in self.choices if choice.slot == slot)
+
+    def of_draft(self) -> EnginePlan:
+        """Return the plan of a draft that is a whole model, as its own model.
+
+        The draft's KV cache has the compute dtype and the pages of the target's.
+        """
+        assert self.facts.draft is not None and self.draft_choices, "the draft is a whole model"
+        slots = {choice.slot for choice in self.draft_choices}
+        others = tuple(choice for choice in self.choices if choice.slot not in slots)
+        return replace(
+            self,
+            choices=(*self.draft_choices, *others),
+            draft_choices=(),
+            facts=replace(self.facts, model=self.facts.draft, draft=None),
+            kv_dtype=self.dtype,
+        )
 
     def title(self, slot: str) -> str:
         """Return the title of the first component in ``slot``; ``slot`` if it is empty."""

@@ -96,6 +96,9 @@ class Proposal:
         values: decided values that checks and the byte budget read.
         chosen: components chosen so far by slot; every slot is a key.
         trial: the trial of candidates in progress; None outside of trials.
+        draft: the proposal of a draft that is a whole model (``plan.draft_model``); None if there
+            is none.
+        drafts: this is the proposal of such a draft, as its own model.
     """
 
     plugins: PluginSet
@@ -110,6 +113,8 @@ class Proposal:
         default_factory=lambda: {slot.name: () for slot in SLOTS}
     )
     trial: Trial | None = None
+    draft: Proposal | None = None
+    drafts: bool = False
 
     model = FirstOf(ModelOffers, Options)
     weights = FirstOf(WeightOffers, WeightOptions)
@@ -153,6 +158,11 @@ class Proposal:
         """Return a decision for ``value`` from the configuration, with its origin and reason."""
         by, why = self.source(path) or ("default", "")
         return Decision(path, value, by, why)
+
+    @property
+    def models(self) -> tuple[Proposal, ...]:
+        """This proposal, and that of the draft if the draft is a whole model."""
+        return (self,) if self.draft is None else (self, self.draft)
 
     @property
     def exchanges(self) -> bool:

@@ -22,6 +22,7 @@ from glowplug.core.plan.checks.components import component_checks
 from glowplug.core.plan.checks.ranks import out_of_order
 from glowplug.core.plan.checks.run import run_checks
 from glowplug.core.plan.choose import choose
+from glowplug.core.plan.draft_model import DRAFT_SLOTS, draft_model_refusals
 from glowplug.core.plan.freeze import freeze
 from glowplug.core.plan.inputs import Inputs, read_inputs, remarks_on_facts
 from glowplug.core.plan.plan import BudgetLine, Decision, EnginePlan, Sizes
@@ -164,6 +165,7 @@ def _check(proposal: Proposal) -> None:
             if slot.name == "parallel" and out_of_order(proposal):
                 continue  # its own check would refuse ranks that later strategies define
             found += unfit(proposal, slot, registration.component, chosen)
+    found += draft_model_refusals(proposal)
     for name, refusals in proposal.plugins.call_each(
         "check_plan", context=proposal.context(proposal.config.attention)
     ):
@@ -177,8 +179,10 @@ def _complete(proposal: Proposal) -> bool:
         proposal.chosen[name]
         for name in ("model", "attention", "quantization", "speculative", "parallel")
     )
+    draft = proposal.draft
     return (
         filled
+        and (draft is None or all(draft.chosen[name] for name in DRAFT_SLOTS))
         and divides(proposal.values.mesh)
         and (proposal.values.device == "cpu" or bool(proposal.facts.hardware.devices))
     )

@@ -191,6 +191,8 @@ class SpeculativeOffers(Offers):
         nextn_layer: it needs a multi-token-prediction layer, of the checkpoint itself or of a draft
             folder.
         eagle_head: it needs an EAGLE head, in a draft folder.
+        whole_model: it needs a whole model, in a draft folder, which has attention and a KV cache
+            of its own.
         first_key: its draft's cache has no entry for the first position, so attention must observe
             ``Batch.first_key``.
         simulates: its drafts are verified by ``core.speculation.verify``, or it applies
@@ -205,13 +207,14 @@ class SpeculativeOffers(Offers):
     tree: bool = False
     nextn_layer: bool = False
     eagle_head: bool = False
+    whole_model: bool = False
     first_key: bool = False
     simulates: bool = False
     reserves: Callable[[DecodingRows], int] | None = None
 
     @property
     def draft_layers(self) -> int:
-        """Layers of its draft in the KV pool."""
+        """Layers of its draft in the target's KV pool."""
         return int(self.nextn_layer or self.eagle_head)
 
 

@@ -26,7 +26,7 @@ from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.protocols import Collectives, Model, Scheduler, Worker
+from glowplug.core.protocols import Collectives, Model, ModelFamily, Scheduler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
@@ -172,10 +172,30 @@ class RankBuilder:
         family = self.component("model")
         model = family.build(context)
         self.memory.mark_model("weights", model)
-        draft = speculative.draft_model(self._draft_context(context), family, model)
+        own, drafting = self._draft_parts(context, family)
+        draft = speculative.draft_model(own, drafting, model)
         if draft is not None:
             self.memory.mark_model("draft weights", draft)
         return model, draft, speculative
+
+    def _draft_parts(
+        self, context: BuildContext, family: ModelFamily
+    ) -> tuple[BuildContext, ModelFamily]:
+        """Return the context and the family that build a draft model.
+
+        A draft that is a whole model has its own. Other drafts have the target's: their cache
+        layers follow the target's, and they are built from the facts of their folder, if any.
+        """
+        plan = self.plan
+        facts = plan.facts
+        if not plan.draft_choices:
+            first = facts.model.num_layers
+            return replace(context, first_layer=first, facts=facts.draft or facts.model), family
+        own = plan.of_draft()
+        return (
+            build_context(own, self.plugins, self.worker, collectives=context.collectives),
+            build_component(self.plugins, own.choice("model"), own, self.worker),
+        )
 
     def _runner(self, context: BuildContext, model: Model, speculative: Any) -> Runner:
         """Return the runner of the built models."""
@@ -194,17 +214,6 @@ class RankBuilder:
             layers=self.plan.facts.model.num_layers,
             simulated=simulation_of(self.plan, self.worker),
             grammars=rank_grammars(self.plan, self.plugins, self.worker),
-        )
-
-    def _draft_context(self, context: BuildContext) -> BuildContext:
-        """Return the context that a draft model is built from.
-
-        The draft's cache layers follow the target's. A draft in its own folder is built from the
-        facts of that folder.
-        """
-        facts = self.plan.facts
-        return replace(
-            context, first_layer=facts.model.num_layers, facts=facts.draft or facts.model
         )
 
     def _stopping(self) -> None:

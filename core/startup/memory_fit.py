@@ -19,9 +19,10 @@ import torch
 
 from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import GlowplugError
-from glowplug.core.facts.kv_layout import DTYPE_BYTES, KVLayout
+from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.layers.rope import Rope
-from glowplug.core.plan.budget.graphs import driver_bytes, kept_bytes, mean_passes, pool_bytes
+from glowplug.core.plan.budget.graphs import beside_pool, pool_bytes
+from glowplug.core.plan.budget.pages import DRAFT_CACHE, PAGE_LINES
 from glowplug.core.plan.budget.step import DRAFT_STATE, RESERVED
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
@@ -98,8 +99,8 @@ class RankMemory:
             self._reserve_buffers(runner, KVPool(layout, FEW_PAGES, self._device))
             measured = self._measure(runner, parallel)
         sizes = self.plan.sizes
-        states = sum(line.bytes for line in self.plan.budget if line.name == "page states")
-        page_bytes = layout.page_bytes + states // sizes.num_pages
+        beside = sum(line.bytes for line in self.plan.budget if line.name in PAGE_LINES)
+        page_bytes = layout.page_bytes + beside // sizes.num_pages
         pages = pages_that_fit(self.plan, measured, page_bytes, self.meter.lines)
         # NOTE: the minimum over ranks: schedulers that decide alike need equal pools
         agreed = int(collectives.all_gather_numbers(np.array([pages], np.int64)).min())
@@ -143,7 +144,8 @@ class RankMemory:
             self.plan = replace(self.plan, sizes=replace(self.plan.sizes, kv_bytes=pool.bytes))
             again = [] if self.measures else [runner.sampler]
             self._reserve(pool, runner.attention, runner.speculative, *again)
-            self.meter.mark("page states")
+            planned = {line.name for line in self.plan.budget}
+            self.meter.mark(DRAFT_CACHE if DRAFT_CACHE in planned else "page states")
         return pool
 
     def _reserve(self, pool: KVPool, *parts: Any) -> None:
@@ -225,8 +227,6 @@ class RankMemory:
         splits.
         """
         shapes = runner.graphs.shapes(self.plan)
-        sizes = self.plan.sizes
-        counts = sizes.pass_tokens
         if not shapes:
             return 0
         batch_sizes = [rows for _, rows, _ in shapes]
@@ -235,19 +235,7 @@ class RankMemory:
             self._claims(runner, partial(most_passed, runner, self.plan)),
             self.plan.expandable_segments,
         )
-        model = self.plan.facts.model
-        passes = mean_passes(sizes.step_shapes)
-        beside = driver_bytes(
-            len(shapes), model.num_layers, len(counts), passes, len(sizes.extend_tokens)
-        ) + kept_bytes(
-            model,
-            batch_sizes,
-            counts,
-            -(-sizes.positions // sizes.page_size),
-            DTYPE_BYTES[self.plan.dtype],
-            self.plan.expandable_segments,
-            sizes.extend_tokens,
-        )
+        beside = beside_pool(self.plan, batch_sizes)
         self.meter.lines["graphs"] = pool + beside
         return pool + beside
 

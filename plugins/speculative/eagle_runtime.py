@@ -9,7 +9,7 @@ from torch import Tensor
 from glowplug.core.protocols import Model, ModelFamily, Sampler
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Accepted, Batch
-from glowplug.plugins.speculative.model_drafts import ModelDrafts
+from glowplug.plugins.speculative.shared.model_drafts import ModelDrafts
 
 
 class Eagle(ModelDrafts):

@@ -13,8 +13,8 @@ from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.plugins.speculative.frequent_tokens import FrequentTokens
-from glowplug.plugins.speculative.model_drafts import ModelDrafts
 from glowplug.plugins.speculative.nextn import NextNOptions
+from glowplug.plugins.speculative.shared.model_drafts import ModelDrafts
 
 
 class NextN(ModelDrafts):

@@ -22,13 +22,15 @@ from glowplug.core.protocols import Limits, Sampled, Sampler, SpeculativeAlgorit
 from glowplug.core.step.batch import PREVIOUS_HIDDEN, Accepted, Batch
 from glowplug.core.step.graph_pieces import DraftExtend
 from glowplug.core.testing.harness.plans import bare_plan
-from glowplug.core.testing.harness.scripted_draft import ScriptedDraft
+from glowplug.core.testing.harness.scripted_draft import ScriptedDraft, ScriptedModel
 from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
-from glowplug.core.testing.harness.scripted_target import PAGE
+from glowplug.core.testing.harness.scripted_target import HIDDEN, PAGE
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import NextN
 from glowplug.plugins.speculative.ngram import NGramOptions
 from glowplug.plugins.speculative.ngram_runtime import NGram
+from glowplug.plugins.speculative.standalone import StandaloneOptions
+from glowplug.plugins.speculative.standalone_runtime import Standalone
 
 STEPS = 3
 TREE = DraftShape(STEPS, 3, 7)
@@ -56,6 +58,18 @@ def nextn(limits: Limits, kind: type[NextN] = NextN, **options: Any) -> NextN:
     made = kind(parsed, _plan(parsed), Worker(dtype=torch.float32))
     draft: Any = ScriptedDraft(PREVIOUS_HIDDEN)
     context: Any = SimpleNamespace(attention=draft, draft_extend=DraftExtend(), collectives=None)
+    made.draft_model(context, draft, draft)
+    made.reserve(limits)
+    return made
+
+
+def standalone(limits: Limits, kind: type[Standalone] = Standalone, **options: Any) -> Standalone:
+    """Return an algorithm of ``kind`` whose draft is a whole model that checks its cache."""
+    parsed = StandaloneOptions(**{"steps": STEPS, **options})
+    made = kind(parsed, _plan(parsed), Worker(dtype=torch.float32))
+    draft: Any = ScriptedModel()
+    facts = SimpleNamespace(num_layers=1, hidden_size=HIDDEN)
+    context: Any = SimpleNamespace(attention=draft, facts=facts)
     made.draft_model(context, draft, draft)
     made.reserve(limits)
     return made
@@ -259,6 +273,41 @@ class PauseWithoutEntry(NextN):
         return self._last[batch.row_ids[: batch.num_decodes], None]
 
 
+class LastDraftWithoutEntry(Standalone):
+    """A whole draft model's cache lacks the entry of a chain's last draft."""
+
+    def _store_last(self, batch: Batch, tokens: Tensor) -> None:
+        if not self._shape_of(batch).steps:
+            super()._store_last(batch, tokens)
+
+
+class PauseWithoutLastPass(Standalone):
+    """A step without drafts leaves a whole draft model's cache without the newest token."""
+
+    def _store_last(self, batch: Batch, tokens: Tensor) -> None:
+        if self._shape_of(batch).steps:
+            super()._store_last(batch, tokens)
+
+
+class PromptsWithoutEntries(Standalone):
+    """A whole draft model computes only the decode rows of a step with prompts."""
+
+    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        draft = self._model
+        if 0 < batch.num_decodes < batch.num_rows:
+            self._model = SimpleNamespace(forward=lambda *given: None)  # type: ignore[assignment]
+        made = super().accept(logits, hidden, batch, sampler)
+        self._model = draft
+        return made
+
+
+class DraftEntriesNotMoved(Standalone):
+    """A whole draft model's entries of an accepted path stay apart."""
+
+    def _keep_path(self, batch: Batch, path: Tensor) -> None:
+        return
+
+
 class SizeOfTheStepIgnored(NGram):
     """Each step has drafts of the plan's size."""
 
@@ -300,6 +349,7 @@ class SiblingsAttendedTo(NGram):
 #: faults that show only if the size of drafts changes
 FAULTY_IN_SIZES: dict[str, Maker] = {
     "PauseWithoutEntry": partial(nextn, kind=PauseWithoutEntry),
+    "PauseWithoutLastPass": partial(standalone, kind=PauseWithoutLastPass),
     "SizeOfTheStepIgnored": partial(ngram, kind=SizeOfTheStepIgnored),
 }
 FAULTY: dict[str, Maker] = {
@@ -332,6 +382,13 @@ FAULTY: dict[str, Maker] = {
             CachedPrefixForgotten,
         )
     },
+    **{
+        kind.__name__: partial(standalone, kind=kind)
+        for kind in (LastDraftWithoutEntry, PromptsWithoutEntries)
+    },
+    "DraftEntriesNotMoved": partial(
+        standalone, kind=DraftEntriesNotMoved, topk=TREE.topk, draft_tokens=TREE.tokens
+    ),
     **{
         kind.__name__: _tree(kind)
         for kind in (TreeTakenForChain, EntriesNotMoved, EqualSiblings, SiblingsAttendedTo)

@@ -25,6 +25,7 @@ from tests.contract.scripted_algorithms import (
     nextn,
     ngram,
     on_a_device,
+    standalone,
 )
 
 #: sizes of drafts in steps after which the plan's follow again; the first one drafts nothing
@@ -97,6 +98,40 @@ class TestNextNWideTree(SpeculativeSuite):
 
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return nextn(limits, steps=2, topk=4, draft_tokens=8)
+
+
+class TestStandalone(SpeculativeSuite):
+    sizes = SMALLER
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return standalone(limits)
+
+
+class TestStandaloneOfOneStep(SpeculativeSuite):
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return standalone(limits, steps=1)
+
+
+class TestStandaloneOnADevice(OnADevice):
+    sizes = SMALLER
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return standalone(limits)
+
+
+class TestStandaloneTree(SpeculativeSuite):
+    shape = DraftShape(3, 2, 5)
+    sizes = (*SMALLER, DraftShape(2, 2, 4))
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return standalone(limits, topk=2, draft_tokens=5)
+
+
+class TestStandaloneWideTreeOnADevice(OnADevice):
+    shape = DraftShape(2, 4, 8)
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return standalone(limits, steps=2, topk=4, draft_tokens=8)
 
 
 del OnADevice

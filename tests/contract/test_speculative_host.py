@@ -10,13 +10,13 @@ from glowplug.core.speculation.verify import chain_before, verify
 from glowplug.core.speculation.verify_host import verify_chain_host
 from glowplug.core.step.batch import Batch
 from glowplug.core.testing.suites.speculative import HIDDEN, Greedy, likely
-from glowplug.plugins.speculative.drafting import (
+from glowplug.plugins.speculative.shared.drafting import (
     draft_positions,
     newest_tokens,
     next_draft_batch,
     uncached_tokens,
 )
-from glowplug.plugins.speculative.host_chain import (
+from glowplug.plugins.speculative.shared.host_chain import (
     newest_tokens_host,
     next_draft_batch_host,
     uncached_tokens_host,

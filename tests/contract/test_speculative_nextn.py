@@ -37,14 +37,14 @@ from glowplug.core.testing.suites.speculative import (
     likely,
     step,
 )
-from glowplug.plugins.speculative.drafting import (
+from glowplug.plugins.speculative.nextn import NextNOptions
+from glowplug.plugins.speculative.nextn_runtime import NextN
+from glowplug.plugins.speculative.shared.drafting import (
     draft_positions,
     newest_tokens,
     next_draft_batch,
     uncached_tokens,
 )
-from glowplug.plugins.speculative.nextn import NextNOptions
-from glowplug.plugins.speculative.nextn_runtime import NextN
 from tests.support.tiny import write_config
 
 PAGE = 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape
 from tests.support.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +73,7 @@ def test_graphs_give_the_eager_tokens(tmp_path: Path, name: str, more: dict[str,
         eager = [tokens(llm, count) for count in counts]
     with engine(folder, **more) as llm:
         assert [tokens(llm, count) for count in counts] == eager
-        assert sorted(runner_of(llm).graphs._decode_graphs["decode"]) == SIZES
+        assert sorted(runner_of(llm).graphs._decode_graphs[NO_DRAFTS]) == SIZES
 
 
 @pytest.mark.parametrize("steps", [1, 3])

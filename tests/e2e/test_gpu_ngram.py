@@ -30,7 +30,7 @@ def run(folder: Path, **config: Any) -> tuple[list[list[int]], list[list[int]], 
         tokens = [one.token_ids for one in llm.generate(prompts(), GREEDY)]
         executor: Any = llm._executor
         graphs = getattr(executor._engine.runner.graphs, "_decode_graphs", {})
-        pieces = [name for made in graphs.get("verify", {}).values() for name in made.pieces]
+        pieces = [name for made in graphs.values() for one in made.values() for name in one.pieces]
     return tokens, accepting.take(), pieces
 
 

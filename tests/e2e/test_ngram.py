@@ -202,3 +202,11 @@ def test_the_embedded_model_accepts_drafts_when_it_copies(shape: str) -> None:
     length = 1 + stats.accepted_tokens / (stats.drafted_tokens / (width - 1))
     print(f"{shape}: accept length {length:.2f}")
     assert length >= 1.8
+
+
+def test_a_vocabulary_below_the_most_log_probabilities_has_all_of_them(folder: Path) -> None:
+    wanted = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20, prompt_logprobs=20)
+    with engine(folder, CHAIN) as llm:
+        (done,) = llm.generate([[1, 2, 3, 4]], wanted)
+    assert done.prompt_logprobs is not None
+    assert np.asarray(done.prompt_logprobs.top_ids).shape == (3, VOCAB)

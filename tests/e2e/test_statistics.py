@@ -216,3 +216,18 @@ def test_without_a_prefix_cache_nothing_is_looked_up(tmp_path: Path) -> None:
     with LLM(**config(tmp_path, cache={"use": "none"})) as llm:
         llm.generate([prompt(1, 40)] * 2, GREEDY)
         assert (llm.stats.prefix_query_tokens, llm.stats.prefix_queries) == (0, 0)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_end_of_the_last_sequence_brings_the_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """They are complete once all answers are, however short the time since the last report."""
+    monkeypatch.setattr("glowplug.core.engine.engine.STATS_EVERY", 1e9)
+    with LLM(**config(tmp_path, scheduler={"overlap": overlap})) as llm:
+        (first,) = llm.generate([prompt(1, 40)], GREEDY)
+        # a stop token ends a sequence while its next step is in flight
+        stops = GREEDY.replace(stop_token_ids=[first.token_ids[3]])
+        for count in (2, 3):
+            llm.generate([prompt(1, 40)], stops)
+            assert (llm.stats.prefix_queries, llm.stats.running) == (count, 0)

@@ -55,7 +55,11 @@ def config_of(folder: Path, drafts: dict[str, Any], **changes: Any) -> dict[str,
         **changes,
     }
     if drafts:
-        config["speculative"] = {"use": "nextn", **drafts}
+        own: dict[str, Any] = {}
+        if drafts.get("use") == "standalone":
+            draft = write_config(folder.parent / "draft", "llama", vocab_size=VOCAB)
+            own["draft_model"] = str(draft)
+        config["speculative"] = {"use": "nextn", **drafts, **own}
         config["scheduler"] = {"use": "switching", **config.get("scheduler", {})}
     return config
 
@@ -73,6 +77,11 @@ DRAFTS: dict[str, tuple[dict[str, Any], set[int]]] = {
     "ngram": ({"use": "ngram", "steps": 3}, {1, 2, 4}),
     "ngram_tree": (
         {"use": "ngram", "steps": 3, "topk": 3, "draft_tokens": 8},
+        {1, 4, 8},
+    ),
+    "standalone": ({"use": "standalone", "steps": 3}, {1, 2, 4}),
+    "standalone_tree": (
+        {"use": "standalone", "steps": 3, "topk": 3, "draft_tokens": 8},
         {1, 4, 8},
     ),
 }
@@ -112,7 +121,7 @@ def test_preempted_requests_keep_their_tokens(folder: Path, overlap: bool, draft
         "memory": {"kv_tokens": 208},
         "scheduler": {"overlap": overlap},
     }
-    if drafts == "tree":
+    if drafts in ("tree", "standalone_tree"):
         small["memory"] = {"kv_tokens": 256}
     with LLM(plugins=PLUGINS, **config_of(folder, DRAFTS[drafts][0], **small)) as llm:
         same(llm.generate(prompts(), every), wanted)
@@ -128,8 +137,9 @@ RUNS = pytest.mark.parametrize(
 
 
 @RUNS
+@pytest.mark.parametrize("use", ["nextn", "standalone"])
 def test_a_pause_without_drafts_costs_no_acceptance(
-    folder: Path, overlap: bool, graphs: bool
+    folder: Path, use: str, overlap: bool, graphs: bool
 ) -> None:
     """After steps without drafts, drafts are accepted as if there had been no such steps.
 
@@ -141,7 +151,7 @@ def test_a_pause_without_drafts_costs_no_acceptance(
     for pattern in ((2,), (2, 0, 0), (0, 0, 0, 0, 0, 2, 2)):
         scheduler = {"overlap": overlap, "pattern": pattern, "max_running_requests": 1}
         switching.take()
-        config = config_of(folder, {"steps": 3}, scheduler=scheduler, **more)
+        config = config_of(folder, {"use": use, "steps": 3}, scheduler=scheduler, **more)
         with LLM(plugins=PLUGINS, **config) as llm:
             llm.generate(prompts(), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
         gains.append(gains_by_place(switching.take()))

@@ -1,9 +1,9 @@
-"""The speed of adaptive drafts on the CPU while the load changes, beside fixed drafts and none.
+"""The speed of adaptive drafts while the load changes, beside fixed drafts and none.
 
-``python -m tests.support.draft_loads --output x.json``. Each engine
-answers the same questions of the embedded model's held-out tasks, some at a time: the number of
-requests at a time rises and falls. The engines take turns at each load, and each load counts with
-its fastest round, in CPU seconds.
+``python -m tests.support.draft_loads --output x.json``. Each engine answers the same questions of
+the embedded model's held-out tasks, some at a time: the number of requests at a time rises and
+falls. The engines take turns at each load, and each load counts with its fastest round: in CPU
+seconds, or with ``--device cuda`` in seconds.
 """
 
 from __future__ import annotations
@@ -15,95 +15,140 @@ import platform
 import sys
 import time
 from contextlib import ExitStack
+from operator import eq
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.step.draft_counts import Acceptance, since
+from glowplug.core.step.messages import Stats
 from glowplug.entrypoints.bench.others.draft_settings import read_prompts, settled_stats
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "none": {"use": "none"},
-    "1 step": {"use": "nextn", "steps": 1, "adaptive": False},
-    "3 steps": {"use": "nextn", "steps": 3, "adaptive": False},
-    "adaptive, up to 3": {"use": "nextn", "steps": 3},
-}
+NONE = "none"
 
 
-def answer(llm: LLM, prompts: list[list[int]], load: int, tokens: int) -> tuple[list[Any], float]:
-    """Return the answers, ``load`` requests at a time, and the CPU seconds."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    begun = time.process_time()
+def engines_of(algorithms: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the settings of the engines: none; for each algorithm chains, a tree and adaptive."""
+    found: dict[str, dict[str, Any]] = {NONE: {"use": NONE}}
+    for use in algorithms:
+        found[f"{use} 1"] = {"use": use, "steps": 1, "adaptive": False}
+        found[f"{use} 3"] = {"use": use, "steps": 3, "adaptive": False}
+        tree = {"use": use, "steps": 3, "topk": 4, "draft_tokens": 8}
+        found[f"{use} 3/4/8"] = {**tree, "adaptive": False}
+        found[f"{use} up to 3"] = {"use": use, "steps": 3}
+        found[f"{use} up to 3/4/8"] = tree
+    return found
+
+
+def answer(
+    llm: LLM, prompts: list[list[int]], load: int, args: argparse.Namespace
+) -> tuple[list[list[int]], float]:
+    """Return the answers, ``load`` requests at a time, and the seconds."""
+    clock = time.perf_counter if args.device == "cuda" else time.process_time
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
+    begun = clock()
     answers = []
     for first in range(0, len(prompts), load):
         answers += [one.token_ids for one in llm.generate(prompts[first : first + load], params)]
-    return answers, time.process_time() - begun
+    return answers, clock() - begun
 
 
-def measure(loads: list[int], questions: int, rounds: int, tokens: int) -> list[dict[str, Any]]:
+def open_engine(drafts: dict[str, Any], args: argparse.Namespace) -> LLM:
+    most = max(args.loads)
+    config: dict[str, Any] = {
+        "dtype": "float32",
+        "device": args.device,
+        "cache": {"use": "none"},
+        "scheduler": {"max_running_requests": most},
+        "speculative": drafts,
+    }
+    if args.device == "cuda":
+        config["graphs"] = {"use": "cuda_graph", "batch_sizes": sorted(set(args.loads))}
+        config["context_length"] = 256
+        config["memory"] = {"kv_tokens": max(most, 8) * 256}
+    return LLM("embedded", **config)
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return for each load the figures of each engine, all engines open at once."""
     fastest: dict[tuple[int, str], float] = {}
-    drafted: dict[tuple[int, str], float] = {}
+    gained: dict[tuple[int, str], tuple[float, float]] = {}
+    equal: dict[tuple[int, str], float] = {}
     with ExitStack() as stack:
         engines = {
-            name: stack.enter_context(
-                LLM(
-                    "embedded",
-                    dtype="float32",
-                    device="cpu",
-                    cache={"use": "none"},
-                    scheduler={"max_running_requests": max(loads)},
-                    speculative=drafts,
-                )
-            )
-            for name, drafts in ENGINES.items()
+            name: stack.enter_context(open_engine(drafts, args))
+            for name, drafts in engines_of(args.algorithms).items()
         }
-        prompts = read_prompts(engines["none"], None, questions)
-        for _ in range(rounds):
-            for place, load in enumerate(loads):
+        for _ in range(args.rounds):
+            for place, load in enumerate(args.loads):
+                prompts = read_prompts(engines[NONE], None, max(args.questions, load))
                 wanted = None
                 for name, llm in engines.items():
                     before = settled_stats(llm)
-                    answers, seconds = answer(llm, prompts, load, tokens)
+                    answers, seconds = answer(llm, prompts, load, args)
                     after = settled_stats(llm)
                     wanted = wanted or answers
-                    assert answers == wanted, "speculation changed an answer"
                     key = place, name
+                    equal[key] = sum(map(eq, answers, wanted)) / len(wanted)
+                    # sums of a batch on a GPU depend on the number of its tokens
+                    assert args.device == "cuda" or equal[key] == 1, f"{name} changed an answer"
                     if seconds < fastest.get(key, seconds + 1):
                         fastest[key] = seconds
-                        steps = after.steps - before.steps
-                        drafted[key] = (after.drafted_tokens - before.drafted_tokens) / steps / load
-    made = questions * tokens
-    return [
-        {
-            "requests at a time": load,
-            "tokens per CPU second": {
-                name: round(made / fastest[place, name], 1) for name in ENGINES
-            },
-            "drafts per row and step": round(drafted[place, "adaptive, up to 3"], 2),
-            "adaptive / best of none and fixed": round(
-                min(fastest[place, name] for name in list(ENGINES)[:-1])
-                / fastest[place, "adaptive, up to 3"],
-                3,
-            ),
+                        gained[key] = _gain(before, after)
+    rows = [_row(place, load, args, fastest, gained) for place, load in enumerate(args.loads)]
+    for (place, name), share in equal.items():
+        rows[place][name]["equal answers"] = round(share, 3)
+    return rows
+
+
+def _gain(before: Stats, after: Stats) -> tuple[float, float]:
+    """Return accept length and drafts per verify step of a row between two statistics."""
+    found = Acceptance(since(after.drafts, before.drafts))
+    return found.length or 1.0, found.drafted / max(1, found.verify_steps)
+
+
+def _row(
+    place: int,
+    load: int,
+    args: argparse.Namespace,
+    fastest: dict[tuple[int, str], float],
+    gained: dict[tuple[int, str], tuple[float, float]],
+) -> dict[str, Any]:
+    made = max(args.questions, load) * args.tokens
+    row: dict[str, Any] = {"requests at a time": load}
+    for name in engines_of(args.algorithms):
+        length, drafts = gained[place, name]
+        row[name] = {
+            "tokens per second": round(made / fastest[place, name], 1),
+            "to none": round(fastest[place, NONE] / fastest[place, name], 3),
+            "accept length": round(length, 2),
+            "drafts": round(drafts, 2),
         }
-        for place, load in enumerate(loads)
-    ]
+    for use in args.algorithms:
+        for adaptive, fixed in ((" up to 3", (" 1", " 3")), (" up to 3/4/8", (" 3/4/8",))):
+            best = min(fastest[place, name] for name in (NONE, *(use + one for one in fixed)))
+            row[use + adaptive]["to the best"] = round(best / fastest[place, use + adaptive], 3)
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16, 4, 1])
+    parser.add_argument("--algorithms", nargs="+", default=["nextn"])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(args.loads, args.questions, args.rounds, args.tokens)
+    rows = measure(args)
     about = {
         "command": "python -m tests.support.draft_loads " + " ".join(sys.argv[1:]),
-        "model": "embedded, float32, one thread",
+        "model": "embedded, float32",
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread",
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }

@@ -47,7 +47,7 @@ def decide_counts(proposal: Proposal) -> Counts:
     rows = _rows(proposal, groups)
     chunk = _chunk(proposal)
     queued = _queued(proposal)
-    page_size = _page_size(proposal)
+    page_size = decide_page_size(proposal)
     segments = _segments(proposal)
     row_share, queue_share, chunk_share = (
         group_share(limit.value, proposal.values.mesh) for limit in (rows, queued, chunk)
@@ -124,7 +124,7 @@ def _chunk(proposal: Proposal) -> Decision:
     )
 
 
-def _page_size(proposal: Proposal) -> Decision:
+def decide_page_size(proposal: Proposal) -> Decision:
     """Return the decision for the page size, by default the one nearest to the device's default."""
     attention = proposal.attention
     device = proposal.values.device

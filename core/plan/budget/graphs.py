@@ -8,7 +8,7 @@ from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.budget.captured import Captured
 from glowplug.core.plan.budget.units import MIB
-from glowplug.core.plan.plan import BudgetLine
+from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.draft_shape import DraftShape
 
@@ -135,7 +135,7 @@ def graph_line(
         len(batch_sizes),
         model.num_layers,
         len(captured.pass_tokens),
-        mean_passes(shapes),
+        mean_passes(shapes, proposal.draft.facts.model.num_layers if proposal.draft else 0),
         len(captured.extend_tokens),
     )
     kept = kept_bytes(
@@ -169,9 +169,43 @@ def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[in
     )
 
 
-def mean_passes(shapes: Sequence[DraftShape]) -> float:
-    """Return the mean number of passes of the draft before steps with drafts of these sizes."""
-    return sum(shape.steps for shape in shapes) / len(shapes)
+def mean_passes(shapes: Sequence[DraftShape], layers: int = 0) -> float:
+    """Return the mean number of passes of the draft before steps with drafts of these sizes.
+
+    A draft that is a whole model runs one pass more, and its passes count as as many passes of one
+    layer as take the same memory.
+
+    Args:
+        shapes: the sizes.
+        layers: number of layers of a draft that is a whole model; 0 for other drafts.
+    """
+    passes = sum(shape.steps for shape in shapes) / len(shapes)
+    return (passes + 1) * (1 + layers * PER_LAYER / PER_DRAFT) if layers else passes
+
+
+def beside_pool(plan: EnginePlan, batch_sizes: Sequence[int]) -> int:
+    """Return the bytes that the driver and the graphs of ``plan`` take beside the graphs' pool.
+
+    ``batch_sizes``: captured batch sizes.
+    """
+    sizes = plan.sizes
+    model = plan.facts.model
+    whole = plan.facts.draft if plan.draft_choices else None
+    return driver_bytes(
+        len(batch_sizes),
+        model.num_layers,
+        len(sizes.pass_tokens),
+        mean_passes(sizes.step_shapes, whole.num_layers if whole is not None else 0),
+        len(sizes.extend_tokens),
+    ) + kept_bytes(
+        model,
+        batch_sizes,
+        sizes.pass_tokens,
+        -(-sizes.positions // sizes.page_size),
+        DTYPE_BYTES[plan.dtype],
+        plan.expandable_segments,
+        sizes.extend_tokens,
+    )
 
 
 def _described(captured: Captured, shapes: int) -> str:

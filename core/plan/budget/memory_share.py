@@ -97,16 +97,7 @@ def _memory_share(proposal: Proposal) -> MemoryShare:
 
 def _weight_lines(proposal: Proposal) -> list[BudgetLine]:
     """Return the budget lines of the model's weights and, with a draft, of the draft's weights."""
-    scheme = proposal.quantization
-    assert scheme is not None
-    storage = Storage(
-        compute=DTYPE_BYTES[proposal.values.dtype],
-        keeps=not scheme.options.dequantizes(proposal.values.device, scheme.offers),
-        copies_latent=proposal.values.device == "cpu",
-        online=scheme.offers.online_bytes
-        if scheme.offers.online and proposal.facts.model.quant_method == "none"
-        else 0,
-    )
+    storage = _storage(proposal)
     lines = [
         _weight_line(proposal, "weights", proposal.facts.model, proposal.elements, storage, False)
     ]
@@ -116,7 +107,26 @@ def _weight_lines(proposal: Proposal) -> list[BudgetLine]:
         head = proposal.speculative is not None and proposal.speculative.offers.eagle_head
         storage = replace(storage, online=0) if head else storage  # heads stay unquantised
         lines.append(_weight_line(proposal, "draft weights", model, elements, storage, not head))
+    draft = proposal.draft
+    if draft is not None:
+        model = draft.facts.model
+        storage = _storage(draft)
+        lines.append(_weight_line(draft, "draft weights", model, draft.elements, storage, False))
     return lines
+
+
+def _storage(proposal: Proposal) -> Storage:
+    """Return the form in which the weights of the proposal's model are kept."""
+    scheme = proposal.quantization
+    assert scheme is not None
+    return Storage(
+        compute=DTYPE_BYTES[proposal.values.dtype],
+        keeps=not scheme.options.dequantizes(proposal.values.device, scheme.offers),
+        copies_latent=proposal.values.device == "cpu",
+        online=scheme.offers.online_bytes
+        if scheme.offers.online and proposal.facts.model.quant_method == "none"
+        else 0,
+    )
 
 
 def _weight_line(

@@ -14,6 +14,9 @@ from glowplug.core.plan.plan import BudgetLine, Decision
 from glowplug.core.plan.proposal import Proposal
 
 CPU_KV_CAP = 4 * GIB  #: most bytes of the KV cache on a CPU by default
+DRAFT_CACHE = "draft kv cache"  #: name of the budget line for the KV pool of a whole draft model
+#: names of the budget lines that grow with the pages of the pool, beside the pool itself
+PAGE_LINES = frozenset({"page states", DRAFT_CACHE})
 KV_SPARE = 4  #: largest default pool, as a multiple of the pages that running sequences can use
 
 
@@ -45,7 +48,9 @@ def decide_pages(proposal: Proposal, counts: Counts, budget: Budget) -> Pages | 
     size = counts.page_size
     token_bytes = kv_token_bytes(proposal)
     state_bytes = page_state_bytes(proposal)
-    tokens = _kv_tokens(proposal, counts, budget, token_bytes * size + state_bytes)
+    draft_bytes = kv_token_bytes(proposal.draft) if proposal.draft is not None else 0
+    page_bytes = (token_bytes + draft_bytes) * size + state_bytes
+    tokens = _kv_tokens(proposal, counts, budget, page_bytes)
     if isinstance(tokens, Refusal):
         return tokens
     number = tokens.value // size + 1
@@ -58,6 +63,9 @@ def decide_pages(proposal: Proposal, counts: Counts, budget: Budget) -> Pages | 
     if state_bytes:
         how = "the target's hidden state of each page's last token"
         lines.append(BudgetLine("page states", number * state_bytes, how))
+    if draft_bytes:
+        how = f"the same pages, {draft_bytes} bytes per token"
+        lines.append(BudgetLine(DRAFT_CACHE, number * size * draft_bytes, how))
     return Pages(
         number=number,
         least=least,

@@ -25,8 +25,9 @@ def size(proposal: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     Model, attention, quantization and speculative algorithm must have been chosen.
     """
     counts = decide_counts(proposal)
-    proposal.values.page_size = counts.page_size
-    proposal.values.expandable_segments = counts.expandable_segments
+    for one in proposal.models:
+        one.values.page_size = counts.page_size
+        one.values.expandable_segments = counts.expandable_segments
     budget = decide_budget(proposal, counts)
     if isinstance(budget, Refusal):
         proposal.refusals.append(budget)

@@ -89,11 +89,17 @@ def _draft_head_line(proposal: Proposal) -> list[BudgetLine]:
 
 
 def _draft_state_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
-    """Return the budget line of the state that drafts reserve for each row; [] if there is none."""
+    """Return the budget line of the state that drafts reserve for each row; [] if there is none.
+
+    The buffers that the attention of a whole draft model reserves on a device are part of the line.
+    """
     speculative = proposal.speculative
-    if speculative is None or speculative.offers.reserves is None:
+    if speculative is None:
         return []
-    size = speculative.offers.reserves(_decoding_rows(proposal, rows))
+    reserves = speculative.offers.reserves
+    size = reserves(_decoding_rows(proposal, rows)) if reserves is not None else 0
+    if proposal.draft is not None and proposal.values.device == "cuda":
+        size += sum(line.bytes for line in _attention_line(proposal.draft, rows))
     how = f"of {speculative.name}, {_rows_of_tokens(proposal, rows)}"
     return [BudgetLine(DRAFT_STATE, size, how)] if size else []
 
@@ -152,11 +158,10 @@ def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
     if groups > 1:
         how += f", {gathered} of {groups} groups in the feed-forward layers"
     if proposal.values.device == "cuda":
-        size = LayerBytes(proposal).with_features(
-            _largest_step(proposal, counts, gathered), features_of(proposal)
-        )
+        step = _largest_step(proposal, counts, gathered)
+        size = max(LayerBytes(one).with_features(step, features_of(one)) for one in proposal.models)
     else:
-        size = _on_host(proposal, step_tokens, gathered)
+        size = max(_on_host(one, step_tokens, gathered) for one in proposal.models)
     return BudgetLine("activations", size, how)
 
 
@@ -230,10 +235,10 @@ def _on_host(proposal: Proposal, own: int, gathered: int) -> int:
 
 def _rope_tables(proposal: Proposal) -> BudgetLine:
     """Return the budget line of the rotary tables of the model and of its draft."""
-    model = proposal.facts.model
-    tables = 1 + proposal.values.draft_layers
-    positions = proposal.config.context_length or model.max_positions
-    size = positions * (model.qk_rope_head_dim or model.head_dim) * 4 * tables
-    return BudgetLine(
-        "rotary tables", size, f"{positions} positions, float32" + (", twice" if tables > 1 else "")
-    )
+    models = [proposal.facts.model] * (1 + proposal.values.draft_layers)
+    if proposal.draft is not None:
+        models.append(proposal.draft.facts.model)
+    positions = _longest(proposal)
+    numbers = sum(model.qk_rope_head_dim or model.head_dim for model in models)
+    how = f"{positions} positions, float32" + (", twice" if len(models) > 1 else "")
+    return BudgetLine("rotary tables", positions * numbers * 4, how)

@@ -39,7 +39,7 @@ _Drafter = ChosenOf[SpeculativeOffers, SpeculativeOptions]
 
 
 def _drafter(proposal: Proposal) -> _Drafter | None:
-    """Return the speculative algorithm if it has a draft model, else None."""
+    """Return the speculative algorithm if its draft is a layer in the KV pool, else None."""
     chosen = proposal.speculative
     return chosen if chosen is not None and chosen.offers.draft_layers else None
 
@@ -152,10 +152,10 @@ def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
     quantised = (folder.quant_method, folder.quant_block)
     if not head and quantised != (target.quant_method, target.quant_block):
         yield _other_scheme(proposal, chosen, folder, target)
-    yield from _other_tokenizer(proposal, chosen, folder, target)
+    yield from other_tokenizer(proposal, chosen, folder, target)
 
 
-def _other_tokenizer(
+def other_tokenizer(
     proposal: Proposal, chosen: Chosen, folder: ModelFacts, target: ModelFacts
 ) -> Iterator[Refusal]:
     """Refuse a draft whose token ids have other text than its target's."""
@@ -200,7 +200,10 @@ def check_draft_weights(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a weight source that cannot read the draft folder's format."""
     source = proposal.weights
     folder = proposal.facts.draft
-    if source is None or folder is None or _drafter(proposal) is None:
+    chosen = proposal.speculative
+    if source is None or folder is None or chosen is None:
+        return
+    if not (chosen.offers.draft_layers or chosen.offers.whole_model):
         return
     if not source.offers.formats & {folder.format, "synthetic"}:
         held = "no weights" if folder.format == "none" else f"{folder.format} weights"

@@ -50,6 +50,8 @@ def needed_modes(proposal: Proposal) -> frozenset[Mode]:
         modes = VERIFYING_STEPS
         if proposal.values.draft_layers:
             modes |= DRAFT_MODEL_STEPS
+        elif speculative.offers.whole_model:
+            modes |= {Mode.DRAFT_DECODE}
         if any(shape.steps == 0 for shape in proposal.values.draft_shapes):
             modes |= {Mode.DECODE}
     if any(strategy.offers.idle_steps for strategy in proposal.parallel):

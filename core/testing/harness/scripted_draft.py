@@ -1,8 +1,9 @@
-"""A draft model that continues a scripted target's hidden states, and checks that they are right.
+"""Draft models of a scripted target that check their inputs and the entries of their cache.
 
-Its cache has an entry for each token: the hash of the text that the token ends, and that of the
-text before. Entries are checked when a draft pass reads them, since those of rejected drafts may
-hold anything until then.
+One continues the target's hidden states, the other is a whole model. The cache of either has an
+entry for each token: the hash of the text that the token ends, and that of the text before. Entries
+are checked when a draft pass reads them, since those of rejected drafts may hold anything until
+then.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.protocols import WeightTarget
+from glowplug.core.facts.kv_layout import KVLayout
+from glowplug.core.protocols import Limits, WeightTarget
 from glowplug.core.step.batch import Batch
-from glowplug.core.testing.harness.prefix_hash import extend
+from glowplug.core.testing.harness.prefix_hash import EMPTY_HASH, extend
 from glowplug.core.testing.harness.scripted_target import (
     HIDDEN,
     PAGE,
@@ -111,7 +113,7 @@ class ScriptedDraft:
 
         Each has to be that of the text before the next one.
         """
-        slots = slots_of(batch, place, np.array(_keys(batch, place, number))).tolist()
+        slots = read_slots(batch, place, number)
         if min(slots) < PAGE:
             return  # as above
         entries = [self._entries.get(slot) for slot in slots]
@@ -130,11 +132,70 @@ class ScriptedDraft:
         return scores
 
 
+class ScriptedModel(ScriptedDraft):
+    """A whole draft model, its family and its attention.
+
+    A token's text is that of the last token before it to which it attends, and the token itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def build(self, context: Any) -> ScriptedModel:
+        return self
+
+    def kv_layout(self) -> KVLayout:
+        return KVLayout(1, PAGE, ())
+
+    def reserve(self, limits: Limits) -> None:
+        return
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """Run a pass and check that each token reads the entries of its own text."""
+        assert self._planned is batch, "attention did not plan the pass"
+        assert len(input_ids) == len(positions) == len(batch.kv_slots) == batch.num_tokens
+        tokens = zip(input_ids.tolist(), positions.tolist(), strict=True)
+        states = []
+        for place in range(batch.num_rows):
+            for number in range(int(batch.query_lens[place])):
+                token, position = next(tokens)
+                made = self._add(batch, place, number, token)
+                # a surplus step of an ended row reads the scratch page
+                assert made is None or made.length == position + 1, "a token has another position"
+                states.append(state_of(made.length, made.text) if made else state_of(1, 0))
+        return torch.tensor(states).view(len(states), HIDDEN)
+
+    def _add(self, batch: Batch, place: int, number: int, token: int) -> Entry | None:
+        """Store the entry of token ``number`` of a row; None if it reads the scratch page."""
+        slots = read_slots(batch, place, number)
+        if min(slots) < PAGE:
+            return None
+        before = self._entries.get(slots[-2]) if len(slots) > 1 else Entry(0, EMPTY_HASH, 0)
+        assert before is not None, "a draft pass reads an empty slot"
+        made = Entry(before.length + 1, extend(before.text, token), before.text)
+        self._entries[slots[-1]] = made
+        self._check_reads(batch, place, number, made)
+        return made
+
+    def move_entries(self, sources: Tensor, targets: Tensor, layers: range) -> None:
+        assert layers == range(1)
+        for column in range(sources.shape[1]):
+            pairs = zip(sources[:, column].tolist(), targets[:, column].tolist(), strict=True)
+            moved = {target: self._entries.get(source) for source, target in pairs}
+            self._entries |= {slot: entry for slot, entry in moved.items() if entry is not None}
+
+
+def read_slots(batch: Batch, place: int, number: int) -> list[int]:
+    """Return the KV slots to which token ``number`` of a row attends, in order."""
+    slots: list[int] = slots_of(batch, place, np.array(_keys(batch, place, number))).tolist()
+    return slots
+
+
 def _keys(batch: Batch, place: int, number: int) -> list[int]:
     """Return the cache positions to which token ``number`` of a row attends, in order."""
     count = int(batch.query_lens[place])
     keys = int(batch.kv_lens_device[place])
-    if batch.tree_mask is None:
+    if batch.tree_mask is None or place >= batch.num_decodes:
         return list(range(batch.first_key, keys - count + number + 1))
     span = batch.tree_span or count
     mask = int(batch.tree_mask[place, number])

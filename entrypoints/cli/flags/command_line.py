@@ -24,7 +24,7 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.entrypoints.cli.flags.layer import command_line_layer, drop_unused_options, value_at
 from glowplug.entrypoints.cli.flags.output_parsers import without_wrong_parsers
 from glowplug.entrypoints.cli.flags.parallel import arrange
-from glowplug.entrypoints.cli.flags.speculative import resolve_eagle, with_single_flags
+from glowplug.entrypoints.cli.flags.speculative import resolve_folder, with_single_flags
 from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, FLAGS
 
 
@@ -132,7 +132,7 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
     notes += [Decision(path, value, "operator", why) for path, value, why in layer.replaced]
     notes += [*arrange(layer, given), *drop_unused_options(layer, given)]
     _resolve_attention(layer, plugins)
-    resolve_eagle(layer, given, plugins)
+    resolve_folder(layer, given, plugins)
     source = Path(args.config).name if args.config else "the command line"
     return CommandLine(layer, source, plugins, _sheet(args.facts, layer), notes)
 

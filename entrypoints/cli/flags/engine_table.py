@@ -8,7 +8,11 @@ then refuses the component by name.
 from __future__ import annotations
 
 from glowplug.entrypoints.cli.flags.flag import Flag, byte_count, switch
-from glowplug.entrypoints.cli.flags.speculative import CONFIG_FLAG, speculative_config
+from glowplug.entrypoints.cli.flags.speculative import (
+    BY_FOLDER,
+    CONFIG_FLAG,
+    speculative_config,
+)
 
 DTYPES = {
     "half": "float16",
@@ -19,7 +23,7 @@ DTYPES = {
 }
 KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 #: NOTE: published DeepSeek commands use the name EAGLE for drafting with the NextN layer; with the
-#: folder of an EAGLE head it means ``eagle`` (``speculative.resolve_eagle``)
+#: folder of an EAGLE head it means ``eagle`` (``speculative.resolve_folder``)
 ALGORITHMS = {
     "NEXTN": "nextn",
     "EAGLE": "nextn",
@@ -30,6 +34,8 @@ ALGORITHMS = {
     "EAGLE3": "eagle",
     "eagle3": "eagle",
     "NGRAM": "ngram",
+    "STANDALONE": "standalone",
+    BY_FOLDER: "standalone",
 }
 POLICIES = {"lpm": "longest_prefix", "longest-prefix": "longest_prefix"}
 EXECUTORS = {"mp": "multiprocess", "uni": "inline", "external_launcher": "torchrun"}
@@ -191,7 +197,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--speculative-algorithm", "--speculative-algo", "--spec-method"),
         "speculative.use",
-        "draft algorithm: nextn, eagle (EAGLE: by the draft's folder), ngram, ...",
+        "draft algorithm: nextn, eagle (EAGLE: by the draft's folder), ngram, standalone, ...",
         values=ALGORITHMS,
     ),
     Flag(

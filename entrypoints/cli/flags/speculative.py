@@ -1,4 +1,4 @@
-"""Speculation as other engines' command lines give it: a JSON object, and EAGLE by its folder."""
+"""Speculation as in other engines' command lines: a JSON object, and drafts by their folder."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ KEYS = {
 }
 #: names that vLLM takes for the method "ngram" in the place of a draft model
 NGRAM_MODELS = frozenset({"ngram", "[ngram]"})
-#: names by which other engines choose EAGLE heads and next-token layers
-EAGLE_NAMES = frozenset({"EAGLE", "EAGLE3"})
+#: vLLM's method for a draft in a folder that is none of its other kinds
+BY_FOLDER = "draft_model"
+#: names whose algorithm depends on the draft's folder
+FOLDER_NAMES = frozenset({"EAGLE", "EAGLE3", BY_FOLDER.upper()})
 ALGORITHM = "speculative.use"
 FOLDER = "speculative.draft_model"
 
@@ -55,7 +57,7 @@ def speculative_config(text: str) -> dict[str, Any]:
     if found.get("model") in NGRAM_MODELS:
         found["method"] = found.pop("model").strip("[]")
     if "method" not in found and "model" in found:
-        found["method"] = "eagle"
+        found["method"] = BY_FOLDER
     return found
 
 
@@ -75,15 +77,15 @@ def with_single_flags(given: Iterable[GivenFlag], flags: Iterable[Flag]) -> Iter
             yield GivenFlag(by_name[KEYS[key]], f"{one.spelling} {key}", value)
 
 
-def resolve_eagle(layer: Layer, given: Iterable[GivenFlag], plugins: PluginSet) -> None:
-    """Choose between EAGLE heads and next-token layers by the draft's folder.
+def resolve_folder(layer: Layer, given: Iterable[GivenFlag], plugins: PluginSet) -> None:
+    """Choose the algorithm by the draft's folder, for names that stand for several of them.
 
-    Other engines use the name EAGLE for both. With the folder of an EAGLE head, "EAGLE" and
-    "EAGLE3" choose ``eagle``; with that of a next-token layer, they choose ``nextn``.
+    With the folder of an EAGLE head, "EAGLE", "EAGLE3" and "draft_model" choose ``eagle``; with
+    that of a next-token layer, they choose ``nextn``.
     """
     names = {
         str(one.value).upper() for one in given if one.flag.names[0] == ALGORITHM_FLAG
-    } & EAGLE_NAMES
+    } & FOLDER_NAMES
     speculative = layer.data.get("speculative")
     folder = speculative.get("draft_model") if isinstance(speculative, Mapping) else None
     if not names or not isinstance(folder, str) or ALGORITHM not in layer.origins:

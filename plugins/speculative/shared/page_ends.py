@@ -7,7 +7,7 @@ from torch import Tensor
 
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.to_device import kv_slots_at
-from glowplug.plugins.speculative.drafting import gained_positions, gained_sources
+from glowplug.plugins.speculative.shared.drafting import gained_positions, gained_sources
 
 
 class PageEnds:

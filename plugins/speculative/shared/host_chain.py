@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.step.batch import Accepted, Batch
-from glowplug.plugins.speculative.drafting import NewestTokens, UncachedTokens, draft_batch
+from glowplug.plugins.speculative.shared.drafting import NewestTokens, UncachedTokens, draft_batch
 
 Ints = NDArray[np.int32]
 

@@ -1,0 +1,154 @@
+"""Choice of the components of a draft that is a whole model. Plan zone: no torch.
+
+Such a draft runs with the target's mesh, collectives, compute dtype, page size and speculative
+algorithm. Model family, attention and quantization are chosen for it by the rules and checks that
+choose those of the target. Its KV cache has the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from glowplug.core.config.parse import Parsed
+from glowplug.core.config.schema import auto_options
+from glowplug.core.errors import Refusal
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.plan.budget.counts import decide_page_size
+from glowplug.core.plan.candidates import pick, unfit
+from glowplug.core.plan.checks.components import component_checks
+from glowplug.core.plan.checks.run import run_checks
+from glowplug.core.plan.checks.speculation import FOLDER
+from glowplug.core.plan.proposal import Proposal, Trial, chosen_of, options_of
+from glowplug.core.plugin.decided import Decided
+from glowplug.core.plugin.offers import AttentionOffers, ModelOffers
+from glowplug.core.plugin.options import AttentionOptions
+from glowplug.core.plugin.slots import BY_NAME
+
+#: slots with a component for the draft; components in other slots are the target's
+DRAFT_SLOTS = ("model", "attention", "quantization")
+ANOTHER = 'another draft model, or speculative.use = "none"'
+
+
+def choose_draft_model(proposal: Proposal) -> None:
+    """Set ``proposal.draft`` to the proposal of the draft, if the draft is a whole model.
+
+    Nothing is set if the draft's folder could not be read, if no family builds a model of its
+    architecture, or if the target has no attention; checks refuse these cases.
+    """
+    speculative = proposal.speculative
+    facts = proposal.facts.draft
+    if speculative is None or not speculative.offers.whole_model or facts is None:
+        return
+    family = family_of(proposal, facts)
+    if family is None or proposal.attention is None:
+        return
+    draft = _draft_proposal(proposal, facts)
+    found = proposal.plugins.find("model", family)
+    assert found is not None
+    draft.chosen["model"] = (chosen_of(found.component, options_of(found.component)),)
+    _choose_attention(draft)
+    pick(draft, BY_NAME["quantization"])
+    proposal.draft = draft
+    architecture = facts.architecture
+    proposal.decide("draft.family", family, "facts", f"config.json states {architecture}")
+    for decision in draft.decisions:
+        proposal.decisions.append(replace(decision, field=f"draft.{decision.field}"))
+    if proposal.values.ranks > 1:
+        why = f"each layer is split over {proposal.values.ranks} ranks, as the model's are"
+        proposal.decide("draft.parallel", "split", "auto", why)
+
+
+def family_of(proposal: Proposal, facts: ModelFacts) -> str | None:
+    """Return the name of the first family that builds models of the architecture of ``facts``."""
+    for found in proposal.plugins.components("model"):
+        offers = found.component.offers
+        if isinstance(offers, ModelOffers) and facts.architecture in offers.architectures:
+            return found.component.name
+    return None
+
+
+def _draft_proposal(proposal: Proposal, facts: ModelFacts) -> Proposal:
+    """Return the proposal of the draft with these ``facts``, with the target's decided values."""
+    values = {**vars(proposal.values), "kv_dtype": proposal.values.dtype, "draft_folder": None}
+    return Proposal(
+        proposal.plugins,
+        _draft_configuration(proposal, facts),
+        replace(proposal.facts, model=facts, draft=None),
+        proposal.draft_elements,
+        values=Decided(**values),
+        chosen={**proposal.chosen, **dict.fromkeys(DRAFT_SLOTS, ())},
+        drafts=True,
+    )
+
+
+def _draft_configuration(proposal: Proposal, facts: ModelFacts) -> Parsed:
+    """Return the target's configuration with the draft's sections and the decided context."""
+    parsed = proposal.parsed
+    longest = parsed.config.context_length or proposal.facts.model.max_positions
+    sections = {
+        "attention": _attention_section(proposal, facts),
+        "quantization": auto_options(BY_NAME["quantization"]).model_validate({"use": "auto"}),
+    }
+    return replace(
+        parsed,
+        config=parsed.config.model_copy(update={**sections, "context_length": longest}),
+        origins=_without(parsed.origins, sections),
+        operator=_without(parsed.operator, sections),
+    )
+
+
+def _without(values: Mapping[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` by dotted path without those in ``sections``."""
+    return {path: value for path, value in values.items() if path.split(".")[0] not in sections}
+
+
+def _attention_section(proposal: Proposal, facts: ModelFacts) -> AttentionOptions:
+    """Return the draft's section ``attention``: the target's, if it names a backend that fits."""
+    given = proposal.config.attention
+    attention = proposal.attention
+    assert attention is not None
+    named = {"page_size": decide_page_size(proposal).value, "kv_dtype": proposal.values.dtype}
+    if given.use != "auto" and facts.kind in attention.offers.kinds:
+        return given.model_copy(update=named)
+    made = auto_options(BY_NAME["attention"]).model_validate({"use": "auto", **named})
+    assert isinstance(made, AttentionOptions)
+    return made
+
+
+def _choose_attention(draft: Proposal) -> None:
+    """Choose the draft's attention: the backend that its section names, else one that fits."""
+    given = draft.config.attention
+    if given.use == "auto":
+        pick(draft, BY_NAME["attention"])
+        return
+    found = draft.plugins.find("attention", given.use)
+    assert found is not None and isinstance(found.component.offers, AttentionOffers)
+    draft.chosen["attention"] = (chosen_of(found.component, given),)
+    draft.decide("attention.use", given.use, "operator", "the backend of the model")
+
+
+def draft_model_refusals(proposal: Proposal) -> list[Refusal]:
+    """Return the refusals of all checks on the components of ``proposal.draft``, if there is one.
+
+    The field of each is the option with the draft's folder.
+    """
+    draft = proposal.draft
+    if draft is None:
+        return []
+    found = list(draft.refusals)
+    for name in DRAFT_SLOTS:
+        draft.trial = Trial(name, fixes=False)
+        found += run_checks(draft)
+        for chosen in draft.chosen[name]:
+            registration = draft.plugins.find(name, chosen.name)
+            assert registration is not None
+            found += component_checks(draft, BY_NAME[name], registration.component, chosen)
+            found += unfit(draft, BY_NAME[name], registration.component, chosen)
+    draft.trial = None
+    reason = f"the draft model {draft.facts.model.path} cannot run: "
+    return [
+        Refusal(one.by, FOLDER, reason + one.reason, ANOTHER, one.origin)
+        for one in dict.fromkeys(found)
+    ]
