@@ -124,7 +124,12 @@ class Constraint:
 
     def accept(self, token: int) -> None:
         """Advance by a token of the answer; tokens after the end have no effect."""
-        if not self.failure and self._part is not AnswerPart.END and self._push(token) is None:
+        if self.in_grammar and token not in self._eos:
+            taken = self.matcher.accept(token)
+        else:
+            ended = self._part is AnswerPart.END or bool(self.failure)
+            taken = ended or self._push(token) is not None
+        if not taken:
             self.failure = self.matcher.error() or "the grammar does not allow a token that follows"
 
     def fill(self, mask: Masks) -> None:
