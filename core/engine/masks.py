@@ -234,9 +234,9 @@ class StepMasks:
         if plain:
             wanted: list[tuple[Matcher, int]] = [(one.matcher, at) for at, one in plain]
             self._backend.fill(wanted, masks)
-        some = masks.any(axis=1).tolist()
+        some: NDArray[np.bool_] = np.any(masks, axis=1)
         for at, constraint in plain:
-            constraint.check(masks[at], some[at])
+            constraint.check(masks[at], bool(some[at]))
 
     def _take_failures(self) -> None:
         for _, row in self._sampling:

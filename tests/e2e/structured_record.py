@@ -14,9 +14,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from glowplug import LLM, SamplingParams
+from glowplug.core.errors import RequestError
 from glowplug.core.facts.machine import installed
 from tests.e2e.structured import QUESTION, run
+from tests.support.hostile_grammars import HOSTILE
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -71,6 +75,28 @@ def write(out: Path, library: str, part: dict[str, Any]) -> None:
     out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
+def hostile(library: str) -> dict[str, Any]:
+    """Send each hostile grammar for 16 tokens, and return its result and time, and the memory."""
+    own = psutil.Process()
+    rows = []
+    with LLM(grammar={"use": library, "workers": 1}) as llm:
+        llm.generate("hi", SamplingParams(regex="[ab]{3}"))
+        before = own.memory_info().rss
+        for number, (name, value) in enumerate(HOSTILE):
+            begun = time.perf_counter()
+            try:
+                answer = llm.generate("hi", SamplingParams(**{name: value}, max_tokens=16))[0]
+                result = answer.error or answer.finish_reason
+            except RequestError as error:
+                result = f"400: {str(error)[:120]}"
+            seconds = round(time.perf_counter() - begun, 2)
+            rows.append({"number": number, "kind": name, "result": result, "seconds": seconds})
+            print(json.dumps(rows[-1]), flush=True)
+        grown = own.memory_info().rss - before
+    slowest = max(row["seconds"] for row in rows)
+    return {"slowest_seconds": slowest, "engine_bytes_grown": grown, "grammars": rows}
+
+
 def cost(library: str) -> list[dict[str, Any]]:
     """Measure tokens per CPU second with and without a schema, in turns, at batch 1 and 32."""
     schema = {
@@ -123,12 +149,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--library", default="llguidance")
     parser.add_argument("--schemas", type=int, default=200)
-    parser.add_argument("--part", choices=["all", "cost", "schemas"], default="all")
+    parser.add_argument("--part", choices=["all", "cost", "hostile", "schemas"], default="all")
     args = parser.parse_args()
     whole = json.loads(args.out.read_text()) if args.out.exists() else {}
     part = whole.get(args.library, {})
     if args.part in ("all", "cost"):
         part["cost"] = cost(args.library)
+        write(args.out, args.library, part)
+    if args.part in ("all", "hostile"):
+        part["hostile"] = hostile(args.library)
         write(args.out, args.library, part)
     if args.part in ("all", "schemas"):
         combinations(args.library, args.schemas, part, args.out)
