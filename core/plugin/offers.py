@@ -270,9 +270,7 @@ class SamplerOffers(Offers):
 class GrammarOffers(Offers):
     """Capabilities of a library for structured output.
 
-    Attributes:
-        kinds_of_grammar: kinds of ``GrammarSpec`` that it compiles; empty: none, and requests for
-            structured output are refused.
+    ``kinds_of_grammar``: the kinds of ``GrammarSpec`` that it compiles.
     """
 
     kinds_of_grammar: frozenset[str] = frozenset()
