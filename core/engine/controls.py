@@ -13,9 +13,16 @@ import numpy as np
 
 from glowplug.core.errors import RequestError
 from glowplug.core.protocols import Collectives
+from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.step.messages import Control, Reply
 
 ControlHandler = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def forget_load(parallel: ParallelStack) -> dict[str, Any]:
+    """Let the counts of the experts' load start anew, and return an empty reply."""
+    parallel.forget_load()
+    return {}
 
 
 class RankControls:

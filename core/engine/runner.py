@@ -139,7 +139,8 @@ class Runner:
     def _place_drafts(self, batch: Batch) -> None:
         """Set the places of the decoding rows' tokens, and the mask of their trees."""
         tree = batch.tree
-        if batch.num_decodes and (tree is not None or not self._on_host):
+        exact = tree is None and (batch.placed or self._on_host)
+        if batch.num_decodes and not exact:
             batch.pieces.run("places", partial(self._place, batch))
         batch.tree_mask = None if tree is None else tree.mask
 
@@ -157,6 +158,16 @@ class Runner:
             return self._forward(batch, feeds=not (batch.num_decodes and batch.prompt_ids.size))[
                 1
             ].float()
+
+    def states(self, batch: Batch) -> torch.Tensor:
+        """Return the result of the model's ``forward`` for all tokens of a step, without graphs.
+
+        All tokens of the step are in ``prompt_ids``, also those of decoding rows.
+        """
+        with torch.inference_mode():
+            self._complete(batch)
+            self.attention.plan_step(batch, None)
+            return self.model.forward(batch.input_ids, batch.positions, batch)
 
     def _feed(self, batch: Batch) -> None:
         drafted = self.speculative.draft(batch).flatten()

@@ -167,6 +167,11 @@ class DecoderModel(Module):
         self._feature_layers: tuple[int, ...] = ()
         self._elsewhere = frozenset(self.elsewhere())
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The numbers of layers after which ``forward`` returns the residual stream."""
+        return self._feature_layers
+
     def keep_features(self, layers: Seq[int]) -> None:
         """Append features of each token to the hidden states that ``forward`` returns.
 

@@ -112,12 +112,10 @@ def _try(proposal: Proposal, slot: Slot, found: Registration) -> Refusal | None:
         )
     chosen = chosen_of(component, options)
     proposal.chosen[slot.name] = (chosen,)
-    return _against(proposal, slot, component, chosen)
+    return against(proposal, slot, component, chosen)
 
 
-def _against(
-    proposal: Proposal, slot: Slot, component: Component, chosen: Chosen
-) -> Refusal | None:
+def against(proposal: Proposal, slot: Slot, component: Component, chosen: Chosen) -> Refusal | None:
     """Return the first refusal that the candidate in the slot causes, or None.
 
     A refusal that would also occur if the slot were empty does not count.

@@ -16,8 +16,9 @@ from glowplug.core.config.schema import auto_options
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.budget.counts import decide_page_size
-from glowplug.core.plan.candidates import pick, unfit
+from glowplug.core.plan.candidates import against, own_check, pick, unfit
 from glowplug.core.plan.checks.components import component_checks
+from glowplug.core.plan.checks.draft_models import AXES
 from glowplug.core.plan.checks.run import run_checks
 from glowplug.core.plan.checks.speculation import FOLDER
 from glowplug.core.plan.proposal import Proposal, Trial, chosen_of, options_of
@@ -109,30 +110,46 @@ def _attention_section(proposal: Proposal, facts: ModelFacts) -> AttentionOption
     given = proposal.config.attention
     attention = proposal.attention
     assert attention is not None
-    named = {"page_size": decide_page_size(proposal).value, "kv_dtype": proposal.values.dtype}
+    page_size = decide_page_size(proposal).value
+    dtype = proposal.values.dtype
     if given.use != "auto" and facts.kind in attention.offers.kinds:
-        return given.model_copy(update=named)
-    made = auto_options(BY_NAME["attention"]).model_validate({"use": "auto", **named})
+        return given.model_copy(update={"page_size": page_size, "kv_dtype": dtype})
+    return _automatic(page_size, dtype)
+
+
+def _choose_attention(draft: Proposal) -> None:
+    """Choose the draft's attention: the backend that its section names if it fits, else another."""
+    slot = BY_NAME["attention"]
+    given = draft.config.attention
+    if given.use != "auto":
+        found = draft.plugins.find("attention", given.use)
+        assert found is not None and isinstance(found.component.offers, AttentionOffers)
+        chosen = chosen_of(found.component, given)
+        draft.chosen["attention"] = (chosen,)
+        draft.trial = Trial("attention", fixes=False)
+        refusal = against(draft, slot, found.component, chosen)
+        draft.trial = None
+        if refusal is None:
+            draft.decide("attention.use", given.use, "operator", "the backend of the model")
+            return
+        section = _automatic(given.page_size, draft.values.dtype)
+        config = draft.config.model_copy(update={"attention": section})
+        draft.parsed = replace(draft.parsed, config=config)
+    pick(draft, slot)
+
+
+def _automatic(page_size: int | None, dtype: str) -> AttentionOptions:
+    """Return a section ``attention`` that leaves the backend to the plan."""
+    named = {"use": "auto", "page_size": page_size, "kv_dtype": dtype}
+    made = auto_options(BY_NAME["attention"]).model_validate(named)
     assert isinstance(made, AttentionOptions)
     return made
 
 
-def _choose_attention(draft: Proposal) -> None:
-    """Choose the draft's attention: the backend that its section names, else one that fits."""
-    given = draft.config.attention
-    if given.use == "auto":
-        pick(draft, BY_NAME["attention"])
-        return
-    found = draft.plugins.find("attention", given.use)
-    assert found is not None and isinstance(found.component.offers, AttentionOffers)
-    draft.chosen["attention"] = (chosen_of(found.component, given),)
-    draft.decide("attention.use", given.use, "operator", "the backend of the model")
-
-
 def draft_model_refusals(proposal: Proposal) -> list[Refusal]:
-    """Return the refusals of all checks on the components of ``proposal.draft``, if there is one.
+    """Return the refusals of all checks on ``proposal.draft``, if there is one.
 
-    The field of each is the option with the draft's folder.
+    Their field is the option with the draft's folder, except for those of tensor parallelism.
     """
     draft = proposal.draft
     if draft is None:
@@ -147,8 +164,19 @@ def draft_model_refusals(proposal: Proposal) -> list[Refusal]:
             found += component_checks(draft, BY_NAME[name], registration.component, chosen)
             found += unfit(draft, BY_NAME[name], registration.component, chosen)
     draft.trial = None
+    found = [Refusal(one.by, FOLDER, one.reason, ANOTHER, one.origin) for one in found]
     reason = f"the draft model {draft.facts.model.path} cannot run: "
     return [
-        Refusal(one.by, FOLDER, reason + one.reason, ANOTHER, one.origin)
-        for one in dict.fromkeys(found)
+        replace(one, reason=reason + one.reason)
+        for one in dict.fromkeys([*found, *_split_refusals(draft)])
     ]
+
+
+def _split_refusals(draft: Proposal) -> list[Refusal]:
+    """Return the refusals of ranks that cannot split the draft's layers."""
+    found: list[Refusal] = []
+    for chosen in draft.parallel:
+        registration = draft.plugins.find("parallel", chosen.name)
+        if registration is not None and chosen.offers.axes <= AXES:
+            found += own_check(draft, BY_NAME["parallel"], registration.component, chosen)
+    return found

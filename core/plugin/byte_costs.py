@@ -17,6 +17,9 @@ ROUND_TOKENS = 512
 
 NUMBER_BYTES = 4  #: bytes of a float32 or int32 number
 
+#: tokens gained without drafts whose entries a draft model writes together
+PENDING_TOKENS = 512
+
 
 @dataclass(frozen=True)
 class MemoryUse:
@@ -74,6 +77,7 @@ class DecodingRows:
         heads: number of heads on this rank.
         drafts: the step is preceded by draft passes, whose cache has no entry for the first
             position (``Batch.first_key``).
+        hidden: bytes of a hidden state.
     """
 
     rows: int
@@ -82,6 +86,7 @@ class DecodingRows:
     width: int
     heads: int
     drafts: bool
+    hidden: int = 0
 
     @property
     def columns(self) -> int:
@@ -96,6 +101,14 @@ def token_drafts_bytes(step: DecodingRows) -> int:
     of a step.
     """
     return step.rows * ((step.positions + 2) * NUMBER_BYTES + 3 * 8 * step.width)
+
+
+def state_drafts_bytes(step: DecodingRows) -> int:
+    """Return the bytes that an algorithm reserves whose draft continues the target's hidden states.
+
+    These are a hidden state, a token and a length of each row, and the pending tokens.
+    """
+    return step.rows * (step.hidden + 12) + PENDING_TOKENS * (step.hidden + 4 * 8)
 
 
 @dataclass(frozen=True)

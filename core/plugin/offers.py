@@ -268,10 +268,7 @@ class SamplerOffers(Offers):
 
 @dataclass(frozen=True)
 class GrammarOffers(Offers):
-    """Capabilities of a library for structured output.
-
-    ``kinds_of_grammar``: the kinds of ``GrammarSpec`` that it compiles.
-    """
+    """Capabilities of a library of grammars: the kinds of ``GrammarSpec`` that it compiles."""
 
     kinds_of_grammar: frozenset[str] = frozenset()
 

@@ -46,6 +46,7 @@ from glowplug.core.protocols.graphs import (
     Steps as Steps,
 )
 from glowplug.core.protocols.models import (
+    KeepsFeatures as KeepsFeatures,
     Model as Model,
     ModelFamily as ModelFamily,
     SampledLastLayer as SampledLastLayer,

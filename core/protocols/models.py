@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from glowplug.core.protocols.weights import WeightTarget
@@ -92,6 +92,26 @@ class SampledLastLayer(Model, Protocol):
             Final hidden states after the last norm: [T, hidden], equal to ``forward``'s; or, if the
                 batch has ``ends``, those of its N end tokens, [N, hidden]. In both cases the keys
                 of every token of the step are cached.
+        """
+        ...
+
+
+@runtime_checkable
+class KeepsFeatures(Model, Protocol):
+    """A model that can return the residual stream between its layers."""
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The numbers of layers after which the stream is returned."""
+        ...
+
+    def keep_features(self, layers: Sequence[int]) -> None:
+        """Append the stream after these numbers of layers to what ``forward`` returns.
+
+        ``forward`` then returns [T, (1 + len(layers)) * hidden], normed hidden states first.
+
+        Args:
+            layers: numbers of layers, from 0 to all.
         """
         ...
 

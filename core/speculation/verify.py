@@ -12,6 +12,9 @@ Everything stays on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -19,9 +22,18 @@ from glowplug.core.protocols import Sampled, Sampler
 from glowplug.core.step.batch import Accepted, Batch, LogprobTensors
 from glowplug.core.step.draft_tree import DraftTree
 
+#: function of the sampled tokens and the input tokens [D, W] that returns the numbers of tokens
+#: that the rows gain, int32 [D], and whether their logits were not finite, bool [D]
+Gain = Callable[[Sampled, Tensor], tuple[Tensor, Tensor]]
+
 
 def verify(
-    logits: Tensor, batch: Batch, width: int, ends: Tensor | None, sampler: Sampler
+    logits: Tensor,
+    batch: Batch,
+    width: int,
+    ends: Tensor | None,
+    sampler: Sampler,
+    gain: Gain | None = None,
 ) -> Accepted:
     """Sample the target's tokens for a step, and accept the drafts that equal them.
 
@@ -34,6 +46,8 @@ def verify(
         width: W, the number of tokens that a decode row computes.
         ends: Indices in the batch of the rows whose prompts ended, int64; None if all rows decode.
         sampler: The sampler.
+        gain: Accepts the drafts of a step over chains without prompts, with the result of
+            :func:`accept_chain`; None: this function does.
     """
     rows = batch.num_decodes
     fed = batch.input_ids[: rows * width].view(rows, width)
@@ -41,6 +55,11 @@ def verify(
     drawn = sampled.tokens[: rows * width].view(rows, width)
     tree = batch.tree
     path = None
+    if gain is not None:
+        assert tree is None and ends is None, "only decode rows with chains have gains of their own"
+        accepted = Accepted(drawn, *gain(sampled, fed), sampled.logprobs)
+        sampler.observe(drawn, accepted.counts, batch.row_ids)
+        return accepted
     if tree is None:
         counts = accept_chain(drawn, fed[:, 1:])
     else:
@@ -113,8 +132,13 @@ def chain_before(fed: Tensor) -> Tensor:
         fed: The step's input tokens, int64 [D, W].
     """
     rows, width = fed.shape
-    seen = torch.ones(width, width - 1, dtype=torch.bool, device=fed.device).tril_(-1)
-    return fed[:, None, 1:].masked_fill(~seen, -1).view(rows * width, width - 1)
+    return fed[:, None, 1:].masked_fill(_later(width, fed.device), -1).view(rows * width, width - 1)
+
+
+@cache
+def _later(width: int, device: torch.device) -> Tensor:
+    """Return which drafts of a chain follow each of its tokens, bool [W, W - 1]."""
+    return torch.ones(width, width - 1, dtype=torch.bool, device=device).triu_()
 
 
 # ---- trees ---------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from glowplug.core.engine.controls import ControlHandler
+from glowplug.core.engine.controls import ControlHandler, forget_load
 from glowplug.core.engine.engine import Engine, RankClock
 from glowplug.core.engine.profiling import Profiler, step_phases
 from glowplug.core.engine.runner import Runner
 from glowplug.core.engine.stalls import StallWatch
+from glowplug.core.engine.stream_probe import StreamProbe
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.facts.model_facts import ModelFacts
@@ -229,6 +230,7 @@ class RankBuilder:
             "info": lambda args: self.info(parallel),
             "forget_load": lambda args: forget_load(parallel),
             "check": lambda args: dict(scheduler.check()),
+            "streams": StreamProbe(runner, scheduler, self.plan, self.worker.rank, parallel),
             "memory": lambda args: dict(memory_now(self.memory.gauge)),
             "profile_start": profiler.start,
             "profile_stop": profiler.stop,
@@ -315,12 +317,6 @@ class RankBuilder:
         }
         load = parallel.expert_load()
         return {**info, "expert_load": load} if load else info
-
-
-def forget_load(parallel: ParallelStack) -> dict[str, Any]:
-    """Let the counts of the experts' load start anew, and return an empty reply."""
-    parallel.forget_load()
-    return {}
 
 
 def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:

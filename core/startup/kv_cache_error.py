@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.engine.runner import Runner
+from glowplug.core.engine.stream_probe import step_of
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plugin.offers import Mode
-from glowplug.core.step.batch import Batch, shape_of
 
 CHECKED_DTYPES = frozenset({"fp8_e4m3", "fp8_e5m2"})  #: cache dtypes whose error is measured
 MAX_PROMPTS = 8  #: prompts of a step
@@ -153,9 +152,9 @@ def _next_logits(runner: Runner, pages: NDArray[np.int32], ids: NDArray[np.int32
     Returns:
         float32 [rows, vocabulary].
     """
-    runner.launch(_batch(pages, ids[:, :-1], ids.shape[1] - 1)).wait()
+    runner.launch(step_of(pages, ids[:, :-1], ids.shape[1] - 1)).wait()
     return runner.logits(
-        _batch(pages, ids[:, -1:], ids.shape[1], decodes=runner.speculative.width() == 1)
+        step_of(pages, ids[:, -1:], ids.shape[1], decode=runner.speculative.width() == 1)
     )
 
 
@@ -177,27 +176,3 @@ def compared(exact: Tensor, other: Tensor) -> Tensor:
     kl = (before.exp() * (before - after)).sum(-1)
     cosine = torch.nn.functional.cosine_similarity(exact, other, dim=-1)
     return torch.stack([kl, cosine, (exact.argmax(-1) == other.argmax(-1)).double()])
-
-
-def _batch(
-    pages: NDArray[np.int32], ids: NDArray[np.int32], end: int, decodes: bool = False
-) -> Batch:
-    """Return a step over token ids [rows, n] whose last column is at position ``end`` - 1.
-
-    The rows are prompt chunks or, with ``decodes``, decoding rows.
-    """
-    rows, count = ids.shape
-    batch = Batch(
-        step=0,
-        mode=Mode.DECODE if decodes else Mode.PREFILL,
-        rows=np.arange(rows, dtype=np.int32),
-        epochs=np.zeros(rows, np.int64),
-        num_decodes=rows if decodes else 0,
-        query_lens=np.full(rows, count, np.int32),
-        kv_lens=np.full(rows, end, np.int32),
-        samples=np.ones(rows, np.bool_),
-        prompt_ids=ids.ravel(),
-        pages=pages,
-    )
-    batch.agreed = shape_of(batch)
-    return batch

@@ -88,6 +88,8 @@ class Batch:
     tree_span: int = 0
     #: tokens of the decoding rows as trees, set by the speculative algorithm; None: chains
     tree: DraftTree | None = None
+    #: the algorithm has set exact positions, KV slots and lengths of the decoding rows
+    placed: bool = False
     #: torch int64 [N] tokens whose logits are needed; None: all tokens
     logits_index: Any = None
     #: padding of the step; None: no expert ids are masked

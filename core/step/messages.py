@@ -61,7 +61,7 @@ class Control(msgspec.Struct, tag="c", array_like=True):
 
     Actions: "flush" (drop the prefix cache), "info" (sizes, memory, budget), "check" (integrity of
     pool and cache), "memory" (bytes now), "forget_load" (count the load of experts anew),
-    "profile_start", "profile_stop".
+    "streams" (residual streams and logits of given tokens), "profile_start", "profile_stop".
     """
 
     id: int

@@ -54,6 +54,10 @@ COMMANDS: dict[str, Command] = {
         "print the JSON Schema of the configuration, for editors",
     ),
     "bench": Command("glowplug.entrypoints.bench", "run benchmarks: one-batch, serving, ..."),
+    "eval": Command(
+        "glowplug.entrypoints.evaluation",
+        "measure accuracy: gsm8k, mmlu, ...",
+    ),
     "tune": Command(
         "glowplug.entrypoints.cli.commands.tune",
         "measure kernels for a model on this GPU and keep the fastest",

@@ -179,8 +179,8 @@ class LLM:
         """Send a control (a command besides requests) to the engine and return the reply's data.
 
         Args:
-            action: "flush", "info", "check", "memory", "forget_load", "profile_start" or
-                "profile_stop"; see ``messages.Control``.
+            action: "flush", "info", "check", "memory", "forget_load", "streams",
+                "profile_start" or "profile_stop"; see ``messages.Control``.
             args: arguments of the action.
 
         Raises:

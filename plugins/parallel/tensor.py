@@ -9,11 +9,12 @@ from pydantic import Field
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.layer_sizes import SplitDimension
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.splits import fitting_sizes, uneven
 from glowplug.core.facts.weight_classes import KV_HEADS, TIED, VOCAB
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.plugin.offers import ParallelOffers, QuantizationOffers
+from glowplug.core.plugin.offers import ParallelOffers, QuantizationOffers, SpeculativeOffers
 from glowplug.core.plugin.options import ParallelOptions, QuantizationOptions
 
 NAME = "tensor"
@@ -49,9 +50,7 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
     )
     block = kept_block(context)
     refused: set[str] = set()
-    for model in (context.facts.model, context.facts.draft):
-        if model is None:
-            continue
+    for model in _split_models(context):
         try:
             found = uneven(model, mesh, block)
         except ValueError:
@@ -66,6 +65,16 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
                 if reason not in refused
             )
             refused.update(reasons)
+
+
+def _split_models(context: CheckContext) -> list[ModelFacts]:
+    """Return the facts of the model and of its draft.
+
+    A draft that is a whole model is left out: it is checked as a model of its own.
+    """
+    draft = context.facts.draft
+    whole = any(chosen.offers.whole_model for chosen in context.of(SpeculativeOffers))
+    return [context.facts.model] + ([] if draft is None or whole else [draft])
 
 
 def kept_block(context: CheckContext) -> int:

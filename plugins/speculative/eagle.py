@@ -14,6 +14,7 @@ from pydantic import Field
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_folder import embedded_path
+from glowplug.core.plugin.byte_costs import state_drafts_bytes
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
@@ -61,6 +62,7 @@ def register_speculative_algorithms() -> list[Component]:
                 first_key=True,
                 simulates=True,
                 modes=EVERY_MODE_GRAPH,
+                reserves=state_drafts_bytes,
             ),
             summary="drafts by an EAGLE head trained for the model; the same tokens in fewer steps",
         )

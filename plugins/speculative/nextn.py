@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from glowplug.core.errors import Refusal
+from glowplug.core.plugin.byte_costs import state_drafts_bytes
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
@@ -70,6 +71,7 @@ def register_speculative_algorithms() -> list[Component]:
                 first_key=True,
                 simulates=True,
                 modes=EVERY_MODE_GRAPH,
+                reserves=state_drafts_bytes,
             ),
             summary="drafts by the checkpoint's own NextN layer; the same tokens in fewer steps",
         )

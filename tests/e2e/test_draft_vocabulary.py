@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +16,10 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.entrypoints.front.llm import Completion
 from glowplug.plugins.speculative import frequent_tokens
-from tests.e2e.test_nextn import BASE, GREEDY, VOCAB, engine, features, prompts, same
-from tests.support.tiny import write_config
+from tests.support.draft_requests import BASE, GREEDY, VOCAB, engine, features, prompts, same
 
 CHAIN = {"use": "nextn", "adaptive": False, "steps": 3}
 TREE = {"use": "nextn", "adaptive": False, "steps": 2, "topk": 3}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(
-        tmp_path_factory.mktemp("v3"), "v3", vocab_size=VOCAB, num_nextn_predict_layers=1
-    )
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> Iterator[LLM]:
-    with engine(folder, 0) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def greedy(plain: LLM) -> list[Completion]:
-    return plain.generate(prompts(), GREEDY)
 
 
 def gained(folder: Path, knobs: dict[str, Any], want: list[Completion]) -> float:

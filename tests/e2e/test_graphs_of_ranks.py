@@ -16,32 +16,17 @@ from glowplug import LLM
 from glowplug.core.errors import CaptureError, EngineDead
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
+from tests.support.layouts import layout
 from tests.support.tiny import write_config
 
-LAYOUTS: dict[str, list[dict[str, Any]]] = {
-    "tp 2": [{"use": "tensor", "size": 2}],
-    "tp 2, ep 2": [{"use": "tensor", "size": 2}, {"use": "ep_moe", "size": 2}],
-    "tp 2, dp 2": [{"use": "tensor", "size": 2}, {"use": "dp_attention", "size": 2}],
-    "tp 2, ep 2, dp 2": [
-        {"use": "tensor", "size": 2},
-        {"use": "ep_moe", "size": 2, "exchange": "all_to_all_static"},
-        {"use": "dp_attention", "size": 2},
-    ],
-    "tp 2, ep 2, dp 2, copies of experts": [
-        {"use": "tensor", "size": 2},
-        {"use": "ep_moe", "size": 2, "redundant_experts": 4},
-        {"use": "dp_attention", "size": 2},
-    ],
-    "tp 4, ep 2, dp 2": [
-        {"use": "tensor", "size": 4},
-        {"use": "ep_moe", "size": 2},
-        {"use": "dp_attention", "size": 2},
-    ],
-    "tp 8, ep 8, dp 2": [
-        {"use": "tensor", "size": 8},
-        {"use": "ep_moe", "size": 8},
-        {"use": "dp_attention", "size": 2},
-    ],
+LAYOUTS = {
+    "tp 2": layout(2),
+    "tp 2, ep 2": layout(2, 2),
+    "tp 2, dp 2": layout(2, dp=2),
+    "tp 2, ep 2, dp 2": layout(2, 2, 2, exchange="all_to_all_static"),
+    "tp 2, ep 2, dp 2, copies of experts": layout(2, 2, 2, redundant_experts=4),
+    "tp 4, ep 2, dp 2": layout(4, 2, 2),
+    "tp 8, ep 8, dp 2": layout(8, 8, 2),
 }
 EXPERTS_PER_TOKEN = 3  #: of the tiny model
 PROMPTS = {1: [5, 6, 7], 2: [9], 3: [4, 8, 15, 16, 23, 42, 7], 4: [11, 12], 5: [3, 1, 4, 1, 5]}

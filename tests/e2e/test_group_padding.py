@@ -19,26 +19,15 @@ from glowplug.core.step.batch import Batch
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.plugins.parallel.dp_attention_runtime import DpAttention
 from glowplug.plugins.quantization.dense.layers import DenseExperts
+from tests.support.layouts import layout
 from tests.support.tiny import write_config
 
-LAYOUTS: dict[str, list[dict[str, Any]]] = {
-    "tp 2, dp 2": [{"use": "tensor", "size": 2}, {"use": "dp_attention", "size": 2}],
-    "tp 4, dp 2": [{"use": "tensor", "size": 4}, {"use": "dp_attention", "size": 2}],
-    "tp 2, ep 2, dp 2": [
-        {"use": "tensor", "size": 2},
-        {"use": "ep_moe", "size": 2, "exchange": "all_gather"},
-        {"use": "dp_attention", "size": 2},
-    ],
-    "tp 2, ep 2, dp 2, static": [
-        {"use": "tensor", "size": 2},
-        {"use": "ep_moe", "size": 2, "exchange": "all_to_all_static"},
-        {"use": "dp_attention", "size": 2},
-    ],
-    "tp 4, ep 2, dp 2": [
-        {"use": "tensor", "size": 4},
-        {"use": "ep_moe", "size": 2},
-        {"use": "dp_attention", "size": 2},
-    ],
+LAYOUTS = {
+    "tp 2, dp 2": layout(2, dp=2),
+    "tp 4, dp 2": layout(4, dp=2),
+    "tp 2, ep 2, dp 2": layout(2, 2, 2, exchange="all_gather"),
+    "tp 2, ep 2, dp 2, static": layout(2, 2, 2, exchange="all_to_all_static"),
+    "tp 4, ep 2, dp 2": layout(4, 2, 2),
 }
 #: ranks that compute a (token, expert) pair, each a slice of the expert
 COPIES = {"tp 2, dp 2": 2, "tp 4, dp 2": 4, "tp 4, ep 2, dp 2": 2}

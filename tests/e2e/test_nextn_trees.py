@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +10,19 @@ import pytest
 from glowplug import LLM
 from glowplug.entrypoints.front.llm import Completion
 from tests.e2e.cuts import CUTS
-from tests.e2e.test_nextn import (
+from tests.plugins import accepting
+from tests.support.draft_requests import (
     BASE,
     GREEDY,
-    VOCAB,
     all_pages_are_back,
     engine,
     features,
     prompts,
     same,
 )
-from tests.plugins import accepting
-from tests.support.tiny import write_config
 
 #: published settings of (steps, topk, draft_tokens), and the smallest and widest trees
 SHAPES = [(1, 2, 2), (1, 4, 5), (2, 2, 5), (2, 4, 4), (3, 4, 7), (5, 4, 8), (3, 8, 24), (5, 8, 64)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(
-        tmp_path_factory.mktemp("v3"), "v3", vocab_size=VOCAB, num_nextn_predict_layers=1
-    )
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> Iterator[LLM]:
-    with engine(folder, 0) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def greedy(plain: LLM) -> list[Completion]:
-    return plain.generate(prompts(), GREEDY)
-
-
-@pytest.fixture(scope="module")
-def featured(plain: LLM) -> list[Completion]:
-    return plain.generate(prompts(), features())
 
 
 def tree(folder: Path, shape: tuple[int, int, int], **config: Any) -> LLM:

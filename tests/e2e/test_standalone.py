@@ -17,10 +17,21 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 from glowplug.entrypoints.front.llm import Completion
 from tests.e2e.cuts import CUTS
-from tests.e2e.test_nextn import GREEDY, VOCAB, all_pages_are_back, features, prompts, same
 from tests.models.test_parity_deepseek import V3
 from tests.plugins import accepting, replaying_runtime
 from tests.support.combinations import Combination, plugins, reference, run
+from tests.support.draft_requests import (
+    GREEDY,
+    VOCAB,
+    all_pages_are_back,
+    context_ends_alike,
+    features,
+    follows_distribution,
+    limits_are_exact,
+    prompts,
+    same,
+)
+from tests.support.layouts import layout
 from tests.support.parity import COMMON, Reference, write
 from tests.support.tiny import write_config
 
@@ -183,6 +194,39 @@ def test_ranks_yield_the_tokens_of_one_rank(tmp_path: Path, one: Combination, to
     run(one, known, speculative={**speculative, "draft_model": str(draft)})
 
 
+def test_every_limit_is_exact(near: Model) -> None:
+    """Requests end by max_tokens, eos, stop tokens and the context's end as without drafts."""
+    with engine(near.target, near.draft) as llm, engine(near.target, None) as plain:
+        limits_are_exact(llm, plain)
+    short = {"context_length": 72}
+    for shape in ({}, TREE):
+        with (
+            engine(near.target, near.draft, speculative=shape, **short) as llm,
+            engine(near.target, None, **short) as plain,
+        ):
+            context_ends_alike(llm, plain)
+
+
+@pytest.mark.parametrize("knobs", [{"steps": 2}, {"steps": 2, "topk": 3}], ids=["chain", "tree"])
+def test_verified_tokens_follow_the_targets_distribution(
+    near: Model, knobs: dict[str, int]
+) -> None:
+    with (
+        engine(near.target, near.draft, speculative=knobs) as llm,
+        engine(near.target, None) as plain,
+    ):
+        follows_distribution(llm, plain)
+
+
+def test_ranks_of_their_own_processes(near: Model) -> None:
+    """A rank's process builds the draft from the plan that it receives."""
+    with engine(near.target, None) as plain:
+        want = plain.generate(prompts()[:4], GREEDY)
+    with engine(near.target, near.draft, executor={"use": "multiprocess"}) as llm:
+        same(llm.generate(prompts()[:4], GREEDY), want)
+        assert llm.stats.accepted_tokens > 0
+
+
 # ---- what is drafted -----------------------------------------------------------------------------
 
 
@@ -282,7 +326,7 @@ def test_ranks_gain_the_same(near: Model, shape: dict[str, int]) -> None:
     config = configured(near.target, near.draft, context_length=128, speculative=shape)
     found = {}
     for name, size in (("one", 1), ("tp2", 2)):
-        more = {"parallel": [{"use": "tensor", "size": size}]} if size > 1 else {}
+        more = {"parallel": layout(size)} if size > 1 else {}
         with RankSet(rank_plan({**config, **more}, plugins()), plugins()) as ranks:
             ranks.run([submit(i, prompt, 12) for i, prompt in enumerate(prompts()[:6])])
             ranks.check_idle()

@@ -15,8 +15,9 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.entrypoints.front.llm import Completion
-from tests.e2e.test_nextn import GREEDY, VOCAB, all_pages_are_back, features, prompts, same
 from tests.plugins import switching
+from tests.support.draft_requests import GREEDY, VOCAB, all_pages_are_back, features, prompts, same
+from tests.support.layouts import layout
 from tests.support.tiny import write_config
 
 PLUGINS = ["tests.plugins.switching", "tests.plugins.replaying"]
@@ -34,13 +35,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # without overlap, because functions overwrite the results of the step in flight
     "graphs": {"graphs": GRAPHS, "scheduler": {"max_running_requests": 8, "overlap": False}},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(
-        tmp_path_factory.mktemp("v3"), "v3", vocab_size=VOCAB, num_nextn_predict_layers=1
-    )
 
 
 def config_of(folder: Path, drafts: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -178,14 +172,10 @@ def gains_by_place(records: list[list[tuple[int, int]]]) -> dict[tuple[int, int]
 
 # ---- ranks ---------------------------------------------------------------------------------------
 
-LAYOUTS: dict[str, list[dict[str, Any]]] = {
-    "tp 2": [{"use": "tensor", "size": 2}],
-    "tp 2, dp 2": [{"use": "tensor", "size": 2}, {"use": "dp_attention", "size": 2}],
-    "tp 4, ep 2, dp 2": [
-        {"use": "tensor", "size": 4},
-        {"use": "ep_moe", "size": 2},
-        {"use": "dp_attention", "size": 2},
-    ],
+LAYOUTS = {
+    "tp 2": layout(2),
+    "tp 2, dp 2": layout(2, dp=2),
+    "tp 4, ep 2, dp 2": layout(4, 2, 2),
 }
 REQUESTS = {1: [5, 6, 7], 2: [9], 3: [4, 8, 5, 6, 3, 2, 7], 4: [1, 2], 5: [3, 1, 4, 1, 5]}
 

@@ -123,6 +123,17 @@ def test_a_backend_that_fits_both_serves_both(planned: Any, make: Any, tmp_path:
     assert plan.of_draft().choice("attention").name.endswith("_mha")
 
 
+def test_a_backend_that_does_not_fit_the_draft_is_replaced(
+    planned: Any, make: Any, tmp_path: Path
+) -> None:
+    """A given backend for some sizes of heads leaves the draft's to the plan."""
+    llama = write_model(tmp_path / "llama", {**DRAFT, "head_dim": 128})
+    config = {**configured(llama, make(head_dim=24)), "attention": {"use": "hopper_mha"}}
+    plan = planned(config, hardware=read_sheet("1xh200"))
+    assert plan.choice("attention").name == "hopper_mha"
+    assert plan.of_draft().choice("attention").name != "hopper_mha"
+
+
 def test_the_draft_keeps_its_cache_in_the_compute_dtype(
     planned: Any, make: Any, tmp_path: Path
 ) -> None:
@@ -253,6 +264,18 @@ def test_ranks_that_cannot_split_the_draft(refusals: Any, target: Path, make: An
     config = {**configured(target, draft), "parallel": parallel}
     found = refusals({**config, "executor": {"oversubscribe": True}})
     assert any("does not split over 2 ranks" in r.reason for r in found)
+    assert {r.field for r in found} == {"parallel.0.size"}
+    assert all("the draft model" in r.reason and "= 1" in r.fix for r in found)
+
+
+def test_blocks_of_the_drafts_own_format_stay_whole(refusals: Any, target: Path, make: Any) -> None:
+    """The quantisation of the draft decides where ranks may split it, not that of the model."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    draft = make(hidden_size=128, intermediate_size=128, quantization_config=fp8)
+    parallel = [{"use": "tensor", "size": 2}]
+    config = {**configured(target, draft), "parallel": parallel}
+    found = refusals(config, hardware=read_sheet("4xh200"))
+    assert any("blocks of 128" in r.reason and "the draft model" in r.reason for r in found)
 
 
 def test_weights_that_are_not_there(refusals: Any, planned: Any, make: Any) -> None:

@@ -33,6 +33,7 @@ from glowplug.core.step.messages import Abort, Submit, packed_ids
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.drive import Collected
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
+from tests.support.layouts import layout
 from tests.support.tiny import write_config
 
 VOCAB = 158  #: not divisible by four
@@ -96,20 +97,10 @@ class Combination:
         return "-".join(part for part in said if part)
 
     def config(self, folder: Path, **more: Any) -> dict[str, Any]:
-        parallel = [
-            {"use": use, "size": size}
-            for use, size in (
-                ("tensor", self.tp if self.tp > 1 else 0),
-                ("ep_moe", self.ep),
-                ("dp_attention", self.dp),
-            )
-            if size
-        ]
-        for strategy in parallel:
-            if strategy["use"] == "ep_moe" and self.exchange != "auto":
-                strategy["exchange"] = self.exchange
-            if strategy["use"] == "ep_moe" and self.copies:
-                strategy["redundant_experts"] = self.copies
+        experts: dict[str, Any] = {"exchange": self.exchange} if self.exchange != "auto" else {}
+        if self.copies:
+            experts["redundant_experts"] = self.copies
+        parallel = layout(self.tp, self.ep, self.dp, **experts)
         config: dict[str, Any] = {
             "model": str(folder),
             "skip_tokenizer": True,

@@ -29,7 +29,7 @@ def command_lines() -> Iterator[tuple[str, str]]:
     """Yield (page, options) of every ``glowplug serve`` or ``check`` of a model.
 
     They are in sentences or in blocks without output. Those of plugins, which have tests of their
-    own, are left out.
+    own, are left out, and so is ``--numeric``, which starts the engine.
     """
     for page in PAGES:
         text = re.sub(
@@ -42,7 +42,8 @@ def command_lines() -> Iterator[tuple[str, str]]:
             r"glowplug (?:serve|check) ([^`\n]*--model[^`\n]*)", re.sub(r"\\\n\s*", "", text)
         ):
             if ".gguf" not in words and "--plugin" not in words:
-                yield page.relative_to(ROOT).as_posix(), " ".join(words.split())
+                planned = [word for word in words.split() if word != "--numeric"]
+                yield page.relative_to(ROOT).as_posix(), " ".join(planned)
 
 
 def with_shape(words: Sequence[str]) -> list[str]:

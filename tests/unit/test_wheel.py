@@ -22,6 +22,8 @@ DATA = (
     "py.typed",
     "core/facts/sheets/cpu.json",
     "core/facts/sheets/packages/hopper.json",
+    "entrypoints/evaluation/golden.json",
+    "models/embedded/held_out.jsonl",
     "models/embedded/checkpoint/config.json",
     "models/embedded/checkpoint/model.safetensors",
     "models/embedded/checkpoint/tokenizer.json",

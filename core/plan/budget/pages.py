@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.kv_layout import DTYPE_BYTES, USUAL_ENTRIES, local_heads
@@ -46,33 +47,22 @@ class Pages:
 def decide_pages(proposal: Proposal, counts: Counts, budget: Budget) -> Pages | Refusal:
     """Return the pages of the KV pool that fit into the memory that is left, or a refusal."""
     size = counts.page_size
-    token_bytes = kv_token_bytes(proposal)
-    state_bytes = page_state_bytes(proposal)
-    draft_bytes = kv_token_bytes(proposal.draft) if proposal.draft is not None else 0
-    page_bytes = (token_bytes + draft_bytes) * size + state_bytes
-    tokens = _kv_tokens(proposal, counts, budget, page_bytes)
+    of_page = _page_bytes(proposal, size)
+    tokens = _kv_tokens(proposal, counts, budget, of_page.all)
     if isinstance(tokens, Refusal):
         return tokens
     number = tokens.value // size + 1
-    context = _context(proposal, number, size, token_bytes, budget.share.shown)
+    context = _context(proposal, number, size, of_page.cache // size, budget.share.shown)
     if isinstance(context, Refusal):
         return context
     least, most = _bounds(proposal, number, counts, context.value)
-    how = f"{number} pages of {size} tokens, {token_bytes} bytes per token"
-    lines = [BudgetLine("kv cache", number * size * token_bytes, how)]
-    if state_bytes:
-        how = "the target's hidden state of each page's last token"
-        lines.append(BudgetLine("page states", number * state_bytes, how))
-    if draft_bytes:
-        how = f"the same pages, {draft_bytes} bytes per token"
-        lines.append(BudgetLine(DRAFT_CACHE, number * size * draft_bytes, how))
     return Pages(
         number=number,
         least=least,
         most=most,
         context=context.value,
-        kv_bytes=number * size * token_bytes,
-        lines=tuple(lines),
+        kv_bytes=number * of_page.cache,
+        lines=of_page.lines(number, size),
         decisions=(tokens, context),
     )
 
@@ -93,6 +83,47 @@ def _bounds(proposal: Proposal, number: int, counts: Counts, context: int) -> tu
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
+
+
+class _PageBytes(NamedTuple):
+    """The bytes of one page on a rank.
+
+    Attributes:
+        cache: of the KV pool.
+        state: of the hidden state that a draft keeps beside the page.
+        draft: of the KV pool of a whole draft model.
+    """
+
+    cache: int
+    state: int
+    draft: int
+
+    @property
+    def all(self) -> int:
+        """Bytes of a page in everything that grows with the pages."""
+        return self.cache + self.state + self.draft
+
+    def lines(self, number: int, size: int) -> tuple[BudgetLine, ...]:
+        """Return the budget lines of ``number`` pages of ``size`` tokens."""
+        how = f"{number} pages of {size} tokens, {self.cache // size} bytes per token"
+        found = [BudgetLine("kv cache", number * self.cache, how)]
+        if self.state:
+            how = "the target's hidden state of each page's last token"
+            found.append(BudgetLine("page states", number * self.state, how))
+        if self.draft:
+            how = f"the same pages, {self.draft // size} bytes per token"
+            found.append(BudgetLine(DRAFT_CACHE, number * self.draft, how))
+        return tuple(found)
+
+
+def _page_bytes(proposal: Proposal, size: int) -> _PageBytes:
+    """Return the bytes of a page of ``size`` tokens."""
+    draft = proposal.draft
+    return _PageBytes(
+        size * kv_token_bytes(proposal),
+        page_state_bytes(proposal),
+        size * kv_token_bytes(draft) if draft is not None else 0,
+    )
 
 
 def kv_token_bytes(proposal: Proposal) -> int:

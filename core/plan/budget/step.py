@@ -111,7 +111,13 @@ def _decoding_rows(proposal: Proposal, rows: int) -> DecodingRows:
     heads = -(-proposal.facts.model.num_heads // axis_size("attn_tp", values.mesh))
     width = max(values.width, values.draft_shape.topk)
     return DecodingRows(
-        rows + 1, positions, values.page_size, width, heads, values.draft_layers > 0
+        rows + 1,
+        positions,
+        values.page_size,
+        width,
+        heads,
+        values.draft_layers > 0,
+        proposal.facts.model.hidden_size * DTYPE_BYTES[values.dtype],
     )
 
 

@@ -73,7 +73,7 @@ def _other_draft(proposal: Proposal, folder: ModelFacts) -> tuple[str, str] | No
 
 
 def _misfits(proposal: Proposal, folder: ModelFacts) -> Iterator[tuple[str, str]]:
-    """Yield reasons and fixes for a draft of another vocabulary, or one that ranks cannot split."""
+    """Yield reasons and fixes for a draft of another vocabulary, or too wide for the ranks."""
     target = proposal.facts.model
     if folder.vocab_size != target.vocab_size:
         yield (
@@ -83,8 +83,6 @@ def _misfits(proposal: Proposal, folder: ModelFacts) -> Iterator[tuple[str, str]
         )
     if proposal.values.ranks == 1:
         return
-    if not folder.splits:
-        yield "the draft's model family declares no dimensions that ranks could split", SMALL
     collectives = proposal.collectives
     sized = collectives is not None and collectives.offers.buffer_bytes is not None
     if sized and folder.hidden_size > target.hidden_size:

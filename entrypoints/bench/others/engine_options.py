@@ -25,7 +25,7 @@ def engine_config(args: argparse.Namespace) -> dict[str, Any]:
             Refusal(
                 "bench",
                 "--facts",
-                "a benchmark measures this machine, not one described by a fact sheet",
+                "the engine runs on this machine, not on one described by a fact sheet",
                 "remove --facts, or use `glowplug check`",
             )
         )
@@ -34,7 +34,7 @@ def engine_config(args: argparse.Namespace) -> dict[str, Any]:
             Refusal(
                 "bench",
                 "--block-plugin",
-                "in-process benchmarks load every plugin",
+                "engines in this process load every plugin",
                 "choose another component with --set SECTION.use=NAME",
             )
         )

@@ -1,6 +1,6 @@
 """``glowplug check``: the plan, or every reason why it is refused.
 
-Reads no weights and imports no torch.
+Reads no weights and imports no torch, unless ``--numeric`` compares the engine with its reference.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TextIO
 
 from glowplug.core.config.schema import masked
@@ -20,7 +21,22 @@ from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan, or the numeric report, as JSON"
+    )
+    group = parser.add_argument_group("numeric check")
+    group.add_argument(
+        "--numeric",
+        action="store_true",
+        help="start the engine and compare it, layer by layer, with a float32 reference on this "
+        "machine's CPU; exit status 1 if it differs by more than its number formats explain",
+    )
+    group.add_argument(
+        "--numeric-prompts",
+        type=Path,
+        metavar="FILE",
+        help='texts to compare on, as JSON lines with "prompt"; default: four short texts',
+    )
     add_engine_options(parser)
 
 
@@ -29,6 +45,10 @@ def run(args: argparse.Namespace) -> int:
     given = read_command_line(args)
     plan = given.plan()
     check_tokenizer(plan, given.plugins)
+    if args.numeric or args.numeric_prompts:
+        from glowplug.entrypoints.numeric.command import run_numeric
+
+        return run_numeric(args, given, plan)
     if args.json:
         sys.stdout.write(replace(plan, config=masked(plan.config)).to_json().decode() + "\n")
     else:

@@ -25,6 +25,7 @@ from glowplug.plugins.speculative.shared.drafting import (
     next_draft_batch,
     repeated_padding,
 )
+from glowplug.plugins.speculative.shared.fused_chains import place_chains
 from glowplug.plugins.speculative.shared.host_chain import next_draft_batch_host
 
 
@@ -46,6 +47,7 @@ class DraftPasses:
     def __init__(self, options: SpeculativeOptions, plan: EnginePlan, worker: Worker) -> None:
         self._options = options
         self._shape = plan.sizes.draft_shape
+        self._shapes = plan.sizes.draft_shapes
         self._page_size = plan.sizes.page_size
         self._context = plan.sizes.context_length
         self._device = torch.device(worker.device)
@@ -95,6 +97,7 @@ class DraftPasses:
         if not shape.steps:
             return run("no drafts", partial(self._pause, batch))
         begun = run("draft places", partial(self._begin, batch))
+        batch.placed = not (self._on_host or shape.is_tree)
         if shape.is_tree:
             tokens, batch.tree = self._draft_tree(batch, *begun)
             return tokens
@@ -121,13 +124,21 @@ class DraftPasses:
         numbers = range(1, shape.steps + 1)
         tokens = self._last[rows, None]
         hidden = self._states(rows)
+        if not self._on_host and not shape.is_tree:
+            return tokens, hidden, self._place(batch)
         lengths = self.known_lengths(batch)
         size = self._page_size
-        if self._on_host and not shape.is_tree:
+        if not shape.is_tree:
             passes = tuple(next_draft_batch_host(batch, n, lengths, size) for n in numbers)
             return tokens, hidden, passes
         places = tuple(draft_positions(batch, n, lengths, size, shape.topk) for n in numbers)
         return tokens, hidden, places
+
+    def _place(self, batch: Batch) -> tuple[DraftPositions, ...]:
+        """Set the places of decode rows with chains on a GPU, and return those of draft passes."""
+        shape = self._shape_of(batch)
+        sizes = self._page_size, shape.tokens, shape.steps
+        return place_chains(batch, self._computed, *sizes)
 
     def _draft_chain(
         self,

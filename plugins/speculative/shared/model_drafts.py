@@ -13,6 +13,7 @@ from glowplug.core.speculation.verify import verify
 from glowplug.core.speculation.verify_host import verify_chain_host
 from glowplug.core.step.batch import PREVIOUS_HIDDEN, Accepted, Batch
 from glowplug.core.step.graph_pieces import DIRECT, ExtendWork
+from glowplug.kernels.speculation.settle_chains_reference import RowStates
 from glowplug.plugins.speculative.shared.draft_passes import DraftPasses
 from glowplug.plugins.speculative.shared.drafting import (
     FIRST_KEY,
@@ -22,8 +23,10 @@ from glowplug.plugins.speculative.shared.drafting import (
     newest_tokens,
     uncached_tokens,
 )
+from glowplug.plugins.speculative.shared.fused_chains import accept_chains
 from glowplug.plugins.speculative.shared.host_chain import newest_tokens_host, uncached_tokens_host
 from glowplug.plugins.speculative.shared.page_ends import PageEnds
+from glowplug.plugins.speculative.shared.pending_tokens import PendingTokens
 
 
 class ModelDrafts(DraftPasses):
@@ -70,22 +73,52 @@ class ModelDrafts(DraftPasses):
             limits.num_pages, limits.hidden, self._page_size, self._dtype, self._device
         )
         self._draft_extend.work = ExtendWork(self._model.fill, limits.hidden, self._dtype)
+        self._pending: PendingTokens | None = None
+        # ranks that fill for other groups do so in every step
+        if not self._grouped and not all(shape.steps for shape in self._shapes):
+            self._pending = PendingTokens(limits.hidden, self._dtype, self._device)
 
     # ---- drafts ----------------------------------------------------------------------------------
 
     def _states(self, rows: Tensor) -> Tensor | None:
         return self._hidden[rows]
 
+    def draft(self, batch: Batch) -> Tensor:
+        pending = self._pending
+        keeps = self._keeps(batch)
+        if pending is not None and pending.due(batch, keeps):
+            self._draft_extend.call(*pending.entries())
+            pending.clear()
+        tokens = super().draft(batch)
+        batch.placed = batch.placed or not (self._on_host or self._shape_of(batch).steps)
+        if pending is not None and keeps:
+            pending.count(batch)
+        return tokens
+
+    def _keeps(self, batch: Batch) -> bool:
+        """Return whether the entries of the newest tokens of ``batch`` are written later."""
+        pauses = batch.num_decodes == batch.num_rows > 0 and not self._shape_of(batch).steps
+        return pauses and self._pending is not None and self._pending.fit(batch.num_rows)
+
     def _pause(self, batch: Batch) -> Tensor:
-        """Write the draft's cache entries of the newest tokens, and return these tokens, [D, 1].
+        """Write or keep the draft's entries of the newest tokens, and return the tokens, [D, 1].
 
         The first draft pass would write the entries; without them, later drafts would attend to
         stale ones.
         """
         rows = batch.row_ids[: batch.num_decodes]
         tokens = self._last[rows]
-        at = draft_positions(batch, 1, self.known_lengths(batch), self._page_size)
-        self._model.fill(tokens, at.positions, at.kv_slots, self._hidden[rows])
+        if self._on_host:
+            at = draft_positions(batch, 1, self.known_lengths(batch), self._page_size)
+            positions, kv_slots = at.positions, at.kv_slots
+        else:
+            self._place(batch)
+            positions, kv_slots = batch.positions[: len(rows)], batch.kv_slots[: len(rows)]
+        if self._keeps(batch):
+            assert self._pending is not None
+            self._pending.keep(rows, self._last, self._hidden, positions, kv_slots)
+        else:
+            self._model.fill(tokens, positions, kv_slots, self._hidden[rows])
         return tokens[:, None]
 
     def _forward(self, step: Batch, tokens: Tensor, hidden: Tensor | None) -> Tensor:
@@ -101,6 +134,8 @@ class ModelDrafts(DraftPasses):
         chain = batch.tree is None
         if self._on_host and chain and batch.num_decodes == batch.num_rows > 0:
             return self._accept_on_host(logits, hidden, batch, sampler)
+        if chain and batch.num_decodes == batch.num_rows > 0:
+            return self._accept_chains(logits, hidden, batch, sampler)
         ends = self._ends(batch)
         shape = self._shape_of(batch)
         accepted = verify(logits, batch, shape.tokens, ends, sampler)
@@ -110,6 +145,19 @@ class ModelDrafts(DraftPasses):
         if shape.steps or self._grouped or batch.num_decodes < batch.num_rows:
             lacking = uncached_tokens(batch, accepted, shape.steps, self._page_size)
             self._fill(batch, lacking, hidden)
+        return accepted
+
+    def _accept_chains(
+        self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler
+    ) -> Accepted:
+        """Accept chains for decode rows on a GPU."""
+        states = RowStates(self._last, self._hidden, self._computed, self._page_ends.states)
+        accepted, lacking = accept_chains(
+            logits, hidden, batch, sampler, states, self._page_size, self._context
+        )
+        if len(lacking.tokens) or self._grouped:
+            # a captured piece may not call ``_draft_extend``; eager chains need no gather
+            self._model.fill(lacking.tokens, lacking.positions, lacking.kv_slots, lacking.hidden)
         return accepted
 
     def _accept_on_host(

@@ -1,0 +1,180 @@
+"""Requests whose answers must be the same with drafts and without, and a tiny model to run them on.
+
+``tests/e2e/conftest.py`` has the fixtures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from glowplug import LLM, SamplingParams
+from glowplug.core.testing.suites.sampler import assert_follows
+from glowplug.entrypoints.front.llm import Completion
+from tests.support.tiny import write_config
+
+VOCAB = 12  #: so few that a random draft is sometimes right
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+
+
+BASE: dict[str, Any] = {
+    "weights": {"use": "random"},
+    "skip_tokenizer": True,
+    "dtype": "float32",
+    "device": "cpu",
+    "context_length": 256,
+    "memory": {"kv_tokens": 4096},
+}
+
+
+def engine(folder: Path, steps: int, **config: Any) -> LLM:
+    base = dict(BASE)
+    if steps:
+        base["speculative"] = {"use": "nextn", "adaptive": False, "steps": steps}
+    return LLM(model=str(folder), plugins=["tests.plugins.accepting"], **{**base, **config})
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of uneven lengths around page and chunk borders, with shared prefixes."""
+    rng = np.random.default_rng(11)
+    shared = rng.integers(2, VOCAB, 40).tolist()
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 65, 90]
+    return [(shared[: min(40, n // 2)] + rng.integers(2, VOCAB, n).tolist())[:n] for n in lengths]
+
+
+def features() -> list[SamplingParams]:
+    """Return one request for each sampling feature, as many as there are prompts."""
+
+    def make(**changes: Any) -> SamplingParams:
+        return SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True, **changes})
+
+    return [
+        make(temperature=0.0, logprobs=3),
+        make(),
+        make(temperature=1.4, top_k=3),
+        make(top_p=0.6, logprobs=0),
+        make(min_p=0.1),
+        make(temperature=0.0, repetition_penalty=1.3),
+        make(presence_penalty=1.5, logprobs=2),
+        make(temperature=0.0, frequency_penalty=0.7),
+        make(logit_bias={7: 3.0, 8: -100.0}),
+        make(allowed_token_ids=[2, 3, 5, 7], top_k=2),
+        make(min_tokens=9, stop_token_ids=[3, 5], ignore_eos=False),
+        make(
+            temperature=0.0,
+            prompt_logprobs=2,
+            frequency_penalty=0.3,
+            presence_penalty=0.3,
+            min_tokens=5,
+            ignore_eos=False,
+        ),
+    ]
+
+
+def all_pages_are_back(llm: LLM) -> None:
+    pages = llm.control("check")
+    assert pages["running"] == 0 and pages["free"] + pages["evictable"] == pages["total"]
+
+
+def same(got: list[Completion], want: list[Completion]) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert (a.token_ids, a.finish_reason, a.stop_reason) == (
+            b.token_ids,
+            b.finish_reason,
+            b.stop_reason,
+        ), i
+        for ours, theirs in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs)):
+            assert (ours is None) == (theirs is None)
+            if ours is not None and theirs is not None:
+                np.testing.assert_allclose(ours.token, theirs.token, atol=1e-4)
+                np.testing.assert_allclose(ours.top, theirs.top, atol=1e-4)
+
+
+def limits_are_exact(llm: LLM, plain: LLM) -> None:
+    """Check that requests end at the same token with drafts as without.
+
+    Args:
+        llm: an engine that drafts.
+        plain: the engine without drafts.
+    """
+    short = prompts()[2:6]
+    cases = [GREEDY.replace(max_tokens=count) for count in range(1, 10)]
+    cases += [
+        GREEDY.replace(max_tokens=None, temperature=1.0, seed=seed, ignore_eos=False)
+        for seed in range(6)
+    ]
+    cases += [
+        GREEDY.replace(max_tokens=150, stop_token_ids=[2, 3], min_tokens=count)
+        for count in (0, 4, 7)
+    ]
+    for params in cases:
+        same(llm.generate(short, params), plain.generate(short, params))
+    all_pages_are_back(llm)
+
+
+def context_ends_alike(llm: LLM, plain: LLM) -> None:
+    """Check that requests up to the end of a context of 72 tokens are the same as without drafts.
+
+    Arguments as in ``limits_are_exact``.
+    """
+    ends = GREEDY.replace(max_tokens=None)
+    same(llm.generate(prompts()[:11], ends), plain.generate(prompts()[:11], ends))
+    all_pages_are_back(llm)
+
+
+def follows_distribution(llm: LLM, plain: LLM) -> None:
+    """Test the second token of 2000 seeded draws, a verified draft or its correction, against its
+    marginal.
+
+    Arguments as in ``limits_are_exact``.
+    """
+    prompt = prompts()[2]
+    every = SamplingParams(max_tokens=1, temperature=1.0, logprobs=VOCAB, ignore_eos=True)
+
+    def distribution(ids: list[int]) -> np.ndarray:
+        scores = plain.generate([ids], every)[0].logprobs
+        assert scores is not None
+        found = np.zeros(VOCAB)
+        found[scores.top_ids[0]] = np.exp(scores.top[0])
+        return found
+
+    expected = sum(
+        share * distribution([*prompt, token]) for token, share in enumerate(distribution(prompt))
+    )
+    draws = [
+        SamplingParams(max_tokens=3, temperature=1.0, seed=seed, ignore_eos=True)
+        for seed in range(2000)
+    ]
+    tokens = [one.token_ids[1] for one in llm.generate([prompt] * len(draws), draws)]
+    assert llm.stats.accepted_tokens > 50
+    assert_follows(np.array(tokens), expected / expected.sum())
+
+
+# ---- fixtures ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(
+        tmp_path_factory.mktemp("v3"), "v3", vocab_size=VOCAB, num_nextn_predict_layers=1
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[LLM]:
+    with engine(folder, 0) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def greedy(plain: LLM) -> list[Completion]:
+    return plain.generate(prompts(), GREEDY)
+
+
+@pytest.fixture(scope="module")
+def featured(plain: LLM) -> list[Completion]:
+    return plain.generate(prompts(), features())
