@@ -136,7 +136,6 @@ class Engine:
 
     @cached_property
     def _intake(self) -> Intake:
-        """The way of new sequences to the scheduler."""
         return Intake(
             self.scheduler,
             self._router,
@@ -197,7 +196,6 @@ class Engine:
         return found if self.sends_outputs else []
 
     def _own_turn(self, frames: Seq[bytes], stop: bool) -> Turn:
-        """Return the turn that rank 0 broadcasts."""
         grammars = self.runner.grammars
         ready = grammars.ready()
         if grammars.holds and not ready and not frames and self._steps_idle:

@@ -268,7 +268,7 @@ class SamplerOffers(Offers):
 
 @dataclass(frozen=True)
 class GrammarOffers(Offers):
-    """Capabilities of a library of grammars: the kinds of ``GrammarSpec`` that it compiles."""
+    """Kinds of ``GrammarSpec`` that a library compiles."""
 
     kinds_of_grammar: frozenset[str] = frozenset()
 

@@ -199,7 +199,6 @@ class RankBuilder:
         )
 
     def _runner(self, context: BuildContext, model: Model, speculative: Any) -> Runner:
-        """Return the runner of the built models."""
         sizes = self.plan.sizes
         return Runner(
             model=model,
@@ -218,13 +217,11 @@ class RankBuilder:
         )
 
     def _stopping(self) -> None:
-        """Call the ``worker_stopping`` hook."""
         self.plugins.call_each("worker_stopping", worker=self.worker)
 
     def _controls(
         self, scheduler: Scheduler, runner: Runner, parallel: ParallelStack
     ) -> dict[str, ControlHandler]:
-        """Return the handlers of control messages, by action."""
         profiler = Profiler(self.worker.rank, self.worker.device, step_phases(scheduler, runner))
         return {
             "info": lambda args: self.info(parallel),
@@ -294,7 +291,6 @@ class RankBuilder:
             )
 
     def _observers(self) -> list[Any]:
-        """Return the step observers of all plugins."""
         found = self.plugins.call_each("step_observers", worker=self.worker, plan=self.plan)
         return [observer for _, group in found for observer in group or ()]
 
