@@ -45,6 +45,7 @@ from glowplug.core.plugin.component import (
 )
 from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.plugin.grammar_options import GrammarOptions
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import (
     AttentionOffers,
@@ -52,6 +53,7 @@ from glowplug.core.plugin.offers import (
     Capture,
     CollectiveOffers,
     ExecutorOffers,
+    GrammarOffers,
     GraphOffers,
     Mode,
     ModelOffers,
@@ -111,6 +113,8 @@ __all__ = [
     "Facts",
     "FactsError",
     "GlowplugError",
+    "GrammarOffers",
+    "GrammarOptions",
     "GraphOffers",
     "GraphOptions",
     "HardwareFacts",

@@ -17,10 +17,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 from glowplug.core.engine.controls import ControlHandler, RankControls
 from glowplug.core.engine.in_flight import InFlight
+from glowplug.core.engine.intake import Intake
 from glowplug.core.engine.observe import StepMeters, StepObserver
 from glowplug.core.engine.runner import Runner
 from glowplug.core.engine.stalls import CODE, Stall, StallWatch
@@ -43,7 +45,6 @@ from glowplug.core.step.messages import (
     decode_turn,
     encode_turn,
 )
-from glowplug.core.step.request import Sequence
 
 logger = logging.getLogger("glowplug.engine")
 
@@ -133,12 +134,28 @@ class Engine:
         self._meters = StepMeters(plan, runner.table)
         self._was_busy = False
 
+    @cached_property
+    def _intake(self) -> Intake:
+        return Intake(
+            self.scheduler,
+            self._router,
+            self.clock,
+            self._stalls,
+            self.runner.grammars,
+            self.leads,
+        )
+
     @property
     def idle(self) -> bool:
-        """No group has a step in flight or a sequence to schedule.
+        """No group has a step in flight or a sequence to schedule, and none waits for a grammar.
 
         NOTE: ranks launch together or not at all. Without a step in flight here, no rank has one.
         """
+        return self._steps_idle and not self.runner.grammars.holds
+
+    @property
+    def _steps_idle(self) -> bool:
+        """No group has a step in flight or a sequence to schedule."""
         return self._inflight is None and not self._load and self._group_idle
 
     @property
@@ -167,16 +184,23 @@ class Engine:
             The messages of this rank to the front end, [] unless it ``sends_outputs``; None
             if the front end has gone and every rank must leave its loop.
         """
-        own = encode_turn(Turn(time.monotonic(), list(frames), stop)) if self.leads else None
+        own = encode_turn(self._own_turn(frames, stop)) if self.leads else None
         turn = decode_turn(self.collectives.broadcast_bytes(own))
         if turn.stop:
             return None
         self.clock.now = turn.now
-        found: list[Outbound] = []
+        found: list[Outbound] = list(self._intake.release(turn.grammars))
         for frame in turn.frames:
             found.extend(self.receive(decode_inbound(frame)))
         found.extend(self.step())
         return found if self.sends_outputs else []
+
+    def _own_turn(self, frames: Seq[bytes], stop: bool) -> Turn:
+        grammars = self.runner.grammars
+        ready = grammars.ready()
+        if grammars.holds and not ready and not frames and self._steps_idle:
+            grammars.pause()
+        return Turn(time.monotonic(), list(frames), stop, ready)
 
     def close(self) -> None:
         """Notify plugins of the rank's end, and free graphs and collectives. Idempotent.
@@ -210,31 +234,11 @@ class Engine:
 
     def _receive_one(self, message: Inbound) -> Outbound | None:
         if isinstance(message, Submit):
-            return self._submit(message)
+            return self._intake.submit(message)
         if isinstance(message, Abort):
-            return self._note_ends(self.scheduler.abort(message))
+            return self._note_ends(self._intake.abort(message))
         reply = self.controls.handle(message)
         return reply if self.leads else None
-
-    def _submit(self, message: Submit) -> StepOutput | None:
-        sequence = Sequence(
-            id=message.id,
-            prompt=message.prompt_ids,
-            params=message.params,
-            admission=message.admission,
-            arrival=self.clock(),
-            stop_ids=frozenset(message.stop_ids),
-        )
-        if self._router is not None and not self._router.owns(sequence):
-            return None
-        try:
-            self.scheduler.add(sequence)
-        except RequestError as error:
-            return StepOutput(
-                finished=[Finished(message.id, "error", error=str(error), error_code=error.code)]
-            )
-        self._stalls.live[sequence.id] = sequence
-        return None
 
     def _note_ends(self, output: StepOutput | None) -> StepOutput | None:
         """Stop watching the sequences that ``output`` ends, and return ``output``."""
@@ -261,6 +265,9 @@ class Engine:
         if batch is not None:
             self._meters.launch(batch)
             launched = self.runner.launch(batch)
+            failed = self._note_ends(self._intake.end_failed())
+            if failed is not None:
+                outputs.append(failed)
         if self.overlap:
             due = self._inflight
             self._inflight = launched
@@ -384,5 +391,10 @@ class Engine:
     def _stats(self) -> Stats:
         stats = self.scheduler.load()
         self._meters.fill(stats)
+        masks = self.runner.grammars.masks
+        if masks is not None:
+            stats.masked_steps = masks.counts.steps
+            stats.mask_waits = masks.counts.waits
+            stats.mask_seconds = masks.counts.seconds
         stats.group = 0 if self._router is None else self._router.group
         return stats

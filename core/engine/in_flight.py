@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ class InFlight:
     accepted: Accepted
     prompt_logprobs: list[PromptLogprobs]
     copy: Copy | None  #: copy of the results to the host; None if the device is the host
+    _result: StepResult | None = field(default=None, init=False)
 
     @property
     def waited(self) -> float | None:
@@ -31,7 +32,15 @@ class InFlight:
         return None if self.copy is None else self.copy.waited()
 
     def wait(self) -> StepResult:
-        """Wait for the results and return them; call it once."""
+        """Wait for the results and return them, in later calls without waiting.
+
+        The first call comes before ``to_host.BUFFERS`` later steps are launched.
+        """
+        if self._result is None:
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> StepResult:
         found = (
             [part.numpy() for part in tensors_of(self.accepted)]
             if self.copy is None

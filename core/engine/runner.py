@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from glowplug.core.engine.device_fields import flatten, host_arrays, logits_index, set_device_fields
+from glowplug.core.engine.grammars import RankGrammars
 from glowplug.core.engine.in_flight import InFlight, pack, tensors_of
 from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.protocols import (
@@ -40,6 +41,7 @@ class Runner:
     """The object that runs batches on one rank. It only reads the sequence table.
 
     ``layers``: number of the target's layers in the KV pool; drafts' layers follow them.
+    ``grammars``: the grammars of the rank's sequences; None: no sequence has one.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Runner:
         sampled_last_layer: bool = False,
         layers: int = 0,
         simulated: SimulatedAcceptance | None = None,
+        grammars: RankGrammars | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -74,6 +77,7 @@ class Runner:
             self._ends_model = model
         self._layers = layers
         self._simulated = simulated
+        self.grammars = grammars or RankGrammars()
         self._speculates = speculative.width() > 1
         self._on_host = self.device.type == "cpu"
 
@@ -86,43 +90,60 @@ class Runner:
         with torch.inference_mode():
             if self._copier is not None:
                 self._copier.mark()
+            masks = self.grammars.masks
+            if masks is not None:
+                masks.begin(batch)
             graph = self.graphs.graph_for(batch)
+            scored: list[PromptLogprobs] = []
             if graph is not None:
                 self._plan_sampling(batch)
                 filled = self.graphs.fill(graph, batch)
                 filled.joined = batch.joined
-                return self._to_host(batch, self.step(filled)[0], [])
-            self._complete(batch)
-            accepted, hidden = self.step(batch, partial(self._plan_sampling, batch))
-            scored = (
-                self._prompt_logprobs(batch, hidden) if batch.prompt_logprobs is not None else []
-            )
-            return self._to_host(batch, accepted, scored)
+                accepted = self.step(filled)[0]
+            else:
+                self._complete(batch)
+                accepted, hidden = self.step(batch, partial(self._plan_sampling, batch))
+                if batch.prompt_logprobs is not None:
+                    scored = self._prompt_logprobs(batch, hidden)
+            inflight = self._to_host(batch, accepted, scored)
+            if masks is not None:
+                masks.launched(inflight)
+            return inflight
 
     def step(
         self, batch: Batch, meanwhile: Callable[[], None] | None = None
     ) -> tuple[Accepted, torch.Tensor]:
         """Run a batch whose device fields are set; see ``protocols.Steps``.
 
-        ``meanwhile`` is host work that is done before sampling, while the device computes.
+        ``meanwhile`` is host work that is done before sampling, while the device computes. So are
+        masks, which are applied to the logits between the pieces "forward" and "accept".
         """
         run = batch.pieces.run
+        masks = self.grammars.active_masks
         # NOTE: drafts plan attention for themselves and give the positions of the step's tokens.
         if self._speculates:
             self._feed(batch)
-            tree = batch.tree
-            exact = tree is None and (batch.placed or self._on_host)
-            if batch.num_decodes and not exact:
-                run("places", partial(self._place, batch))
-            batch.tree_mask = None if tree is None else tree.mask
+            if masks is not None:
+                masks.copy_drafts(batch)
+            self._place_drafts(batch)
         self.attention.plan_step(batch, batch.pieces.key("forward"))
         hidden, logits = run("forward", partial(self._forward, batch))
         if meanwhile is not None:
             meanwhile()
+        if masks is not None:
+            masks.apply(logits)
         accept = partial(self._accept, batch, logits, hidden)
         key = None if batch.pieces is DIRECT else self.sampler.capture_key()
         accepted = accept() if key is None else run(f"accept {key}", accept)
         return self.draft_extend.run_after(batch, accepted, hidden)
+
+    def _place_drafts(self, batch: Batch) -> None:
+        """Set the places of the decoding rows' tokens, and the mask of their trees."""
+        tree = batch.tree
+        exact = tree is None and (batch.placed or self._on_host)
+        if batch.num_decodes and not exact:
+            batch.pieces.run("places", partial(self._place, batch))
+        batch.tree_mask = None if tree is None else tree.mask
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return the logits of a step that samples nothing, float32 [rows, V].

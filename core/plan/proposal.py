@@ -18,11 +18,13 @@ from glowplug.core.plan.chosen import AllOf, FirstOf
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext, Chosen, Component, Options
 from glowplug.core.plugin.decided import Decided
+from glowplug.core.plugin.grammar_options import GrammarOptions
 from glowplug.core.plugin.offers import (
     AttentionOffers,
     CacheOffers,
     CollectiveOffers,
     ExecutorOffers,
+    GrammarOffers,
     GraphOffers,
     ModelOffers,
     OpsOffers,
@@ -126,6 +128,7 @@ class Proposal:
     graphs = FirstOf(GraphOffers, GraphOptions)
     cache = FirstOf(CacheOffers, CacheOptions)
     sampling = FirstOf(SamplerOffers, SamplingOptions)
+    grammar = FirstOf(GrammarOffers, GrammarOptions)
     outputs = AllOf(OutputOffers, OutputOptions)
     executor = FirstOf(ExecutorOffers, ExecutorOptions)
     ops = FirstOf(OpsOffers, OpsOptions)

@@ -93,6 +93,11 @@ def register_samplers() -> list[Component]:  # type: ignore[empty-body]
 
 
 @hookspec
+def register_grammars() -> list[Component]:  # type: ignore[empty-body]
+    """Return libraries for structured output (``GrammarBackend``)."""
+
+
+@hookspec
 def register_output_parsers() -> list[Component]:  # type: ignore[empty-body]
     """Return parsers of generated text (``OutputParserFactory``).
 

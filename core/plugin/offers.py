@@ -270,6 +270,13 @@ class SamplerOffers(Offers):
     scratch_rows: Callable[[int], int] | None = None
 
 
+@dataclass(frozen=True)
+class GrammarOffers(Offers):
+    """Kinds of ``GrammarSpec`` that a library compiles."""
+
+    kinds_of_grammar: frozenset[str] = frozenset()
+
+
 #: kinds of ``Piece`` that answers can carry beside "content"; parsers of other kinds are refused
 CARRIED_KINDS = frozenset({"reasoning"})
 

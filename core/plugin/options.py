@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plugin.component import OPERATIONAL, CheckContext, Options
+from glowplug.core.plugin.grammar_options import GrammarOptions
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
@@ -252,6 +253,7 @@ OPTION_BASES: dict[str, type[Options]] = {
     "graphs": GraphOptions,
     "cache": CacheOptions,
     "sampling": SamplingOptions,
+    "grammar": GrammarOptions,
     "outputs": OutputOptions,
     "weights": WeightOptions,
     "executor": ExecutorOptions,

@@ -113,6 +113,7 @@ SLOTS: tuple[Slot, ...] = (
     Slot(
         "sampling", "register_samplers", "sampling", "auto", "SamplerOffers", "Sampler", step=True
     ),
+    Slot("grammar", "register_grammars", "grammar", "auto", "GrammarOffers", "GrammarBackend"),
     Slot(
         "outputs",
         "register_output_parsers",

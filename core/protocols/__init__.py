@@ -31,6 +31,15 @@ from glowplug.core.protocols.front import (
     OutputParser as OutputParser,
     OutputParserFactory as OutputParserFactory,
     Piece as Piece,
+    ReasoningParserFactory as ReasoningParserFactory,
+    ReasoningTags as ReasoningTags,
+)
+from glowplug.core.protocols.grammar import (
+    CompiledGrammar as CompiledGrammar,
+    GrammarBackend as GrammarBackend,
+    Masks as Masks,
+    Matcher as Matcher,
+    words_of as words_of,
 )
 from glowplug.core.protocols.graphs import (
     GraphRunner as GraphRunner,

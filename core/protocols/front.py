@@ -36,6 +36,21 @@ class OutputParser(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ReasoningTags:
+    """The tags of a reasoning at the beginning of an answer.
+
+    Attributes:
+        opening: tag with which the answer may begin a reasoning; "": it may not.
+        closing: tag at the end of the reasoning.
+        inside: the answer begins inside the reasoning.
+    """
+
+    opening: str
+    closing: str
+    inside: bool
+
+
 class OutputParserFactory(Protocol):
     """A factory of parsers for one output format."""
 
@@ -46,6 +61,20 @@ class OutputParserFactory(Protocol):
             prompt_tail: last characters of the rendered prompt, which may already contain the
                 opening tag.
             thinking: whether the request turned reasoning on or off; None: it did neither.
+        """
+        ...
+
+
+class ReasoningParserFactory(OutputParserFactory, Protocol):
+    """A factory of parsers of reasoning, behind which the grammar of an answer can begin.
+
+    Without this method, the grammar of a request begins at once.
+    """
+
+    def reasoning(self, prompt_tail: str, thinking: bool | None = None) -> ReasoningTags | None:
+        """Return the tags of the answer's reasoning; None if the answer has no reasoning.
+
+        The arguments are those of ``start``.
         """
         ...
 

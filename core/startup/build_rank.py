@@ -33,6 +33,7 @@ from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
 from glowplug.core.startup.components import build_component, draft_extend_of, plain_scheme
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
+from glowplug.core.startup.grammars import rank_grammars
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.startup.memory_fit import RankMemory
 from glowplug.core.startup.memory_gauge import memory_now
@@ -155,7 +156,12 @@ class RankBuilder:
             leads=self.worker.rank == 0,
             observers=self._observers(),
             controls=self._controls(scheduler, runner, context.parallel),
-            closing=[self._stopping, runner.graphs.close, context.collectives.close],
+            closing=[
+                self._stopping,
+                runner.grammars.close,
+                runner.graphs.close,
+                context.collectives.close,
+            ],
         )
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
@@ -194,7 +200,6 @@ class RankBuilder:
         )
 
     def _runner(self, context: BuildContext, model: Model, speculative: Any) -> Runner:
-        """Return the runner of the built models."""
         sizes = self.plan.sizes
         return Runner(
             model=model,
@@ -209,16 +214,15 @@ class RankBuilder:
             sampled_last_layer=self.plan.sampled_last_layer,
             layers=self.plan.facts.model.num_layers,
             simulated=simulation_of(self.plan, self.worker),
+            grammars=rank_grammars(self.plan, self.plugins, self.worker),
         )
 
     def _stopping(self) -> None:
-        """Call the ``worker_stopping`` hook."""
         self.plugins.call_each("worker_stopping", worker=self.worker)
 
     def _controls(
         self, scheduler: Scheduler, runner: Runner, parallel: ParallelStack
     ) -> dict[str, ControlHandler]:
-        """Return the handlers of control messages, by action."""
         profiler = Profiler(self.worker.rank, self.worker.device, step_phases(scheduler, runner))
         return {
             "info": lambda args: self.info(parallel),
@@ -288,7 +292,6 @@ class RankBuilder:
             )
 
     def _observers(self) -> list[Any]:
-        """Return the step observers of all plugins."""
         found = self.plugins.call_each("step_observers", worker=self.worker, plan=self.plan)
         return [observer for _, group in found for observer in group or ()]
 

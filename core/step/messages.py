@@ -139,6 +139,9 @@ class Stats(msgspec.Struct, array_like=True):
         drafted_tokens, accepted_tokens: drafts verified and accepted, the totals of ``drafts``.
         drafts: verify steps by shape of the drafts; set by the engine.
         acceptance_falls: times that the acceptance of drafts has fallen; set by the engine.
+        masked_steps: steps with a mask of a grammar; set by the engine.
+        mask_waits: those of them in which the device waited for the mask.
+        mask_seconds: host time spent on masks.
     """
 
     running: int = 0
@@ -167,6 +170,9 @@ class Stats(msgspec.Struct, array_like=True):
     group: int = 0
     drafts: list[DraftCounts] = []
     acceptance_falls: int = 0
+    masked_steps: int = 0
+    mask_waits: int = 0
+    mask_seconds: float = 0.0
 
 
 #: fields of ``Stats`` that are not added up over groups as numbers
@@ -281,11 +287,14 @@ class Turn(msgspec.Struct, array_like=True):
         now: rank 0's monotonic time, in seconds.
         frames: the front end's frames, in order.
         stop: True: the front end has gone; every rank leaves its loop.
+        grammars: (sequence id, error) of sequences whose grammar rank 0 has compiled; "": it is
+            good.
     """
 
     now: float
     frames: list[bytes] = []
     stop: bool = False
+    grammars: list[tuple[int, str]] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

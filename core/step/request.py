@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glowplug.core.errors import RequestError
+from glowplug.core.step.structured import GrammarSpec, StructuredOutputsParams, grammar_spec
 
 MAX_STOP_STRINGS = 16  #: most stop strings of a request
 MAX_STOP_BYTES = 1024  #: most bytes of a stop string
@@ -28,6 +29,10 @@ class SamplingParams(
     Field names and defaults are those of vLLM's ``SamplingParams``. ``temperature=0`` is greedy.
     ``top_k`` 0 or -1: off. ``seed=None``: a random seed. ``max_tokens=None``: as many as the
     context allows. ``logprobs=k``: log-probabilities of the sampled token and of the k most likely.
+
+    Structured output is given by ``structured_outputs`` (vLLM's spelling) or by ``json_schema``,
+    ``regex``, ``ebnf`` or ``structural_tag`` (SGLang's); ``grammar`` is what they become, and the
+    only one of them that is kept.
 
     Raises:
         RequestError: a value is out of bounds; ``param`` names it.
@@ -53,6 +58,12 @@ class SamplingParams(
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    grammar: GrammarSpec | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: Any = None
 
     def __post_init__(self) -> None:
         """Check the fields.
@@ -67,6 +78,12 @@ class SamplingParams(
                 _CHECKS[name](self, name)
         if self.min_tokens and self.max_tokens is not None:
             _between("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.min_tokens and self.grammar is not None:
+            raise RequestError(
+                "min_tokens cannot be used with structured output: the grammar decides where the "
+                "answer ends",
+                param="min_tokens",
+            )
 
     @property
     def greedy(self) -> bool:
@@ -137,6 +154,35 @@ def _allowed_token_ids(params: SamplingParams, name: str) -> None:
         raise RequestError("allowed_token_ids must not be empty", param=name)
 
 
+def _grammar(params: SamplingParams, name: str) -> None:
+    if not isinstance(params.grammar, GrammarSpec):
+        raise RequestError("grammar must be a GrammarSpec", param=name)
+
+
+def _structured(kind: str) -> Callable[[SamplingParams, str], None]:
+    """Return a check that moves a field of structured output to ``grammar``.
+
+    ``kind``: kind of the grammar; "" for the field ``structured_outputs``.
+    """
+
+    def check(params: SamplingParams, name: str) -> None:
+        value = getattr(params, name)
+        if params.grammar is not None:
+            raise RequestError(
+                f"{name}: only one kind of structured output may be given", param=name
+            )
+        if kind:
+            made = grammar_spec(kind, value, name)
+        elif isinstance(value, StructuredOutputsParams):
+            made = value.spec()
+        else:
+            raise RequestError(f"{name} must be StructuredOutputsParams", param=name)
+        msgspec.structs.force_setattr(params, "grammar", made)
+        msgspec.structs.force_setattr(params, name, None)
+
+    return check
+
+
 def _logit_bias(params: SamplingParams, name: str) -> None:
     if params.logit_bias is None:
         return
@@ -181,6 +227,12 @@ _CHECKS: dict[str, _Check] = {
     "prompt_logprobs": _whole(0, MAX_LOGPROBS, optional=True),
     "skip_special_tokens": _switch,
     "include_stop_str_in_output": _switch,
+    "grammar": _grammar,
+    "structured_outputs": _structured(""),
+    "json_schema": _structured("json_schema"),
+    "regex": _structured("regex"),
+    "ebnf": _structured("grammar"),
+    "structural_tag": _structured("structural_tag"),
 }
 _DEFAULTS = tuple((field.name, field.default) for field in msgspec.structs.fields(SamplingParams))
 
@@ -225,6 +277,8 @@ class Sequence:
         stop_ids: token ids that end the sequence (eos unless ignored, and ``stop_token_ids``).
         started: monotonic time of this rank at which it first entered a row; None before.
         prefilled: True: the time of its first token has been reported.
+        grammar: its compiled grammar (``core.engine.constraint.SequenceGrammar``); None: any token
+            may follow.
     """
 
     id: int
@@ -240,6 +294,7 @@ class Sequence:
     preemptions: int = 0
     started: float | None = None
     prefilled: bool = False
+    grammar: Any = None
 
     @property
     def max_length(self) -> int:

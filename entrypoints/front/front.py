@@ -182,20 +182,21 @@ class Front:
             max_tokens=request.max_tokens,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
         )
-        text = OutputProcessor(self.tokenizer, params) if self.tokenizer is not None else None
+        text = OutputProcessor(self.tokenizer, params) if self.tokenizer else None
         stream = Stream(self._next_id, params, len(request.ids), text, time.monotonic())
         if self.plan.sizes.width > 1:
             stream.drafts = VerifiedDrafts()
         self._next_id += 1
         self.streams[stream.id] = stream
-        stop_ids = list(params.stop_token_ids) + ([] if params.ignore_eos else list(self.eos_ids))
+        # an eos ends a grammar even if it is ignored
+        ends = () if params.ignore_eos and not params.grammar else self.eos_ids
         return stream, Submit(
             id=stream.id,
             prompt=packed_ids(request.ids),
             params=params,
             priority=admission.priority,
             salt=admission.salt,
-            stop_ids=stop_ids,
+            stop_ids=[*params.stop_token_ids, *ends],
             timeout=admission.timeout,
             queue_timeout=admission.queue_timeout,
         )

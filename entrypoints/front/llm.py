@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -20,14 +20,19 @@ from glowplug.core.errors import EngineDead, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.step.messages import Abort, Control, Logprobs, Reply, decode_outbound, encode
+from glowplug.core.protocols import OutputParserFactory, Worker
+from glowplug.core.startup.components import build_component
+from glowplug.core.step.messages import Abort, Control, Reply, decode_outbound, encode
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.front import inputs
-from glowplug.entrypoints.front.delta import Delta, VerifiedDrafts
+from glowplug.entrypoints.front.completion import Completion as Completion, choices_of
+from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
+from glowplug.entrypoints.front.grammar_checks import GrammarChecks
 from glowplug.entrypoints.front.inputs import Message, Prompt
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
 from glowplug.entrypoints.front.open_engine import start_executor
+from glowplug.entrypoints.front.reasoning_tags import PROMPT_TAIL_CHARS, after_reasoning
 
 #: section of the configuration that only the server uses -> why it has no effect here
 UNUSED_SECTIONS = {
@@ -36,59 +41,6 @@ UNUSED_SECTIONS = {
 }
 
 StreamDelta = tuple[Stream, Delta]
-
-
-@dataclass
-class Completion:
-    """One finished sequence.
-
-    Attributes:
-        prompt_token_ids: token ids of the prompt.
-        index: number of the completion among the ``n`` of its prompt, from 0.
-        text: generated text, special tokens removed unless ``skip_special_tokens=False``; ""
-            without a tokenizer.
-        token_ids: generated ids, including the eos that ended the sequence.
-        finish_reason: "stop", "length", "abort", "timeout" or "error".
-        stop_reason: the stop string or token id that matched.
-        logprobs: log-probabilities of ``token_ids``; None unless requested.
-        prompt_logprobs: log-probabilities of the prompt's tokens from the second on; None unless
-            requested.
-        cached_tokens: prompt tokens found in the prefix cache.
-        drafts: the drafts of its verify steps; None if the engine drafts nothing.
-        error: message if ``finish_reason`` is "error".
-        choices: all ``n`` completions of the prompt, this one first. Only the first completion of a
-            prompt has the list; the others have [].
-    """
-
-    prompt_token_ids: list[int]
-    index: int = 0
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
-    cached_tokens: int = 0
-    drafts: VerifiedDrafts | None = None
-    error: str | None = None
-    choices: list[Completion] = field(default_factory=list, repr=False)
-
-    def take(self, delta: Delta) -> None:
-        """Add the sequence's next delta to the completion."""
-        self.text += delta.text
-        self.token_ids.extend(delta.token_ids)
-        self.cached_tokens = delta.cached_tokens
-        self.drafts = delta.drafts
-        if delta.logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = Logprobs([], [], [])
-            self.logprobs.extend(delta.logprobs)
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
-            self.stop_reason = delta.stop_reason
-            self.error = delta.error
 
 
 class LLM:
@@ -117,6 +69,7 @@ class LLM:
         )
         self.tokenizer = open_tokenizer(self.plan, self._plugins)
         self._front = Front(self.plan, self.tokenizer, eos_ids(self.plan, self.tokenizer))
+        self._grammars = GrammarChecks(self.plan, self._plugins)
         self._executor = start_executor(self.plan, self._plugins)
         self._closed = False
         self._control_id = 0
@@ -168,7 +121,10 @@ class LLM:
         """
         batch = inputs.conversations(conversations)
         each = inputs.params_for(params, len(batch))
-        return self._run([self._chat_ids(messages, template) for messages in batch], each)
+        found = [
+            self._chat(messages, one, template) for messages, one in zip(batch, each, strict=True)
+        ]
+        return self._run([ids for ids, _ in found], [one for _, one in found])
 
     def stream(
         self,
@@ -178,12 +134,12 @@ class LLM:
     ) -> Iterator[Delta]:
         """Run one sequence and yield its output deltas; closing the iterator aborts it."""
         given: Any = prompt
-        ids = (
-            self._ids(inputs.prompt(given))
-            if inputs.is_prompt(given)
-            else self._chat_ids(inputs.messages(given), template)
-        )
-        stream = self._submit(self._front.check(ids, inputs.params_for(params, 1)[0]))
+        (one,) = inputs.params_for(params, 1)
+        if inputs.is_prompt(given):
+            ids = self._ids(inputs.prompt(given))
+        else:
+            ids, one = self._chat(inputs.messages(given), one, template)
+        stream = self._submit(self._check(ids, one))
         box = self._boxes[stream] = []
         try:
             while box or not stream.done:
@@ -200,7 +156,7 @@ class LLM:
         ``params.n`` is ignored.
         """
         ids = self._ids(inputs.prompt(prompt))
-        return self._submit(self._front.check(ids, inputs.params_for(params, 1)[0]))
+        return self._submit(self._check(ids, inputs.params_for(params, 1)[0]))
 
     def poll(self) -> list[StreamDelta]:
         """Wait for new deltas of submitted sequences and return those of at most one engine step.
@@ -250,6 +206,7 @@ class LLM:
         """Stop the engine and free its memory. Further calls do nothing."""
         if not self._closed:
             self._closed = True
+            self._grammars.close()
             self._executor.stop()
 
     def __enter__(self) -> LLM:
@@ -275,14 +232,34 @@ class LLM:
             )
         return self.tokenizer.encode(prompt)
 
-    def _chat_ids(self, messages: list[Message], template: dict[str, Any]) -> list[int]:
-        """Return the token ids of a rendered conversation."""
+    def _chat(
+        self, messages: list[Message], params: SamplingParams, template: dict[str, Any]
+    ) -> tuple[list[int], SamplingParams]:
+        """Return the token ids of a rendered conversation, and the parameters of its answer.
+
+        A grammar begins behind the answer's reasoning.
+        """
         if self.tokenizer is None:
             raise RequestError(
                 "this engine runs without a tokenizer: chat needs one", param="messages"
             )
         text = self.tokenizer.apply_chat_template(messages, **template)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        thinking = template.get("thinking", template.get("enable_thinking"))
+        return (
+            self.tokenizer.encode(text, add_special_tokens=False),
+            after_reasoning(params, self._parsers, text[-PROMPT_TAIL_CHARS:], thinking),
+        )
+
+    @cached_property
+    def _parsers(self) -> list[OutputParserFactory]:
+        """The plan's output parsers, of which the tags of a reasoning are known."""
+        choices = self.plan.choices_in("outputs")
+        return [build_component(self._plugins, one, self.plan, Worker()) for one in choices]
+
+    def _check(self, ids: list[int], params: SamplingParams) -> CheckedRequest:
+        """Check a prompt and its parameters, with their grammar, and return the request."""
+        self._grammars.check(params)
+        return self._front.check(ids, params)
 
     def _submit(self, request: CheckedRequest) -> Stream:
         """Start one sequence."""
@@ -296,9 +273,9 @@ class LLM:
 
         The engine gets no more sequences than it can run and queue; the others are kept here.
         """
-        checked = [self._front.check(ids, one) for ids, one in zip(prompts, params, strict=True)]
+        checked = [self._check(ids, one) for ids, one in zip(prompts, params, strict=True)]
         results = [Completion(ids) for ids in prompts]
-        waiting = deque(chain.from_iterable(map(_choices, results, checked)))
+        waiting = deque(chain.from_iterable(map(choices_of, results, checked)))
         running: dict[Stream, Completion] = {}
         box: list[StreamDelta] = []
         max_submitted = self.plan.sizes.max_admitted
@@ -347,22 +324,3 @@ class LLM:
         message: Abort | None = self._front.abandon(streams)
         if message is not None and not self._closed:
             self._executor.submit(encode([message]))
-
-
-def _choices(
-    first: Completion, request: CheckedRequest
-) -> Iterator[tuple[Completion, CheckedRequest]]:
-    """Yield (empty completion, request) for each of a prompt's ``n`` choices.
-
-    Each completion is added to ``first.choices``. A given seed is incremented for each choice.
-
-    Args:
-        first: completion of the first choice.
-        request: the prompt with the parameters of all choices.
-    """
-    seed = request.params.seed
-    for index in range(request.params.n):
-        choice = Completion(first.prompt_token_ids, index) if index else first
-        first.choices.append(choice)
-        params = request.params if seed is None else request.params.replace(seed=seed + index)
-        yield choice, replace(request, params=params)

@@ -5,11 +5,9 @@ The module is cheap to import, since ``glowplug check`` uses it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import FactsError, PlanRefused, Refusal, RequestError
-from glowplug.core.facts.model_folder import locate_model
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 
@@ -23,12 +21,12 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
     Raises:
         PlanRefused: no tokenizer was found, or the configured chat template fails.
     """
+    from glowplug.core.text.find_tokenizer import find_tokenizer, tokenizer_path
+
     if plan.config.get("skip_tokenizer"):
         return None
-    named = plan.config.get("tokenizer")
     try:
-        path = Path(locate_model(str(named)) if named else plan.facts.model.path)
-        found = plugins.hook.open_tokenizer(path=path, facts=plan.facts.model)
+        found = find_tokenizer(plan, plugins)
     except FactsError as error:
         raise PlanRefused(
             [Refusal(by="tokenizer", field="tokenizer", reason=str(error), fix=error.fix)]
@@ -50,7 +48,7 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
                 Refusal(
                     by="tokenizer",
                     field="tokenizer",
-                    reason=f"no tokenizer was found at {path.name!r}",
+                    reason=f"no tokenizer was found at {tokenizer_path(plan).name!r}",
                     fix="put tokenizer.json beside the weights, set tokenizer = FOLDER, or "
                     "skip_tokenizer = true",
                 )
@@ -58,7 +56,7 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
         )
     # NOTE: the tokenizer may have more ids than the embedding (padding ids). A request with such an
     # id is refused.
-    tokenizer: Tokenizer = found
+    tokenizer = found
     if plan.chat_template:
         tokenizer.use_chat_template(plan.chat_template)
         _check_template(tokenizer)

@@ -46,7 +46,7 @@ def create_app(
     Raises:
         PluginLoadError: a plugin added a route that authentication would not cover.
     """
-    context = Context.of(plan, client, tokenizer, parsers)
+    context = Context.of(plan, client, tokenizer, parsers, plugins)
     authoriser = auth.Authoriser(context.options, [route.path for route in ROUTES if route.admin])
     # NOTE: /docs is left out because its page loads scripts from another host. /openapi.json is a
     # regular route, with authentication.

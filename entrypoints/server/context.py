@@ -13,10 +13,12 @@ from glowplug.core.errors import RequestError
 from glowplug.core.plan.fingerprint import answers_fingerprint
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import LogOptions, MetricsOptions, ServerOptions
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server.errors import Unavailable
+from glowplug.entrypoints.server.generate.grammar_gate import GrammarGate
 from glowplug.entrypoints.server.generate.job import Jobs
 from glowplug.entrypoints.server.generate.text_pool import TextWorkers
 from glowplug.entrypoints.server.generate.token_names import TokenNames
@@ -43,6 +45,7 @@ class Context:
         eos_ids: token ids that end a sequence by default.
         fingerprint: ``system_fingerprint`` of every response.
         log: the request log.
+        grammars: the checks of requests' grammars.
         started: start of the server, seconds since the epoch.
         draining: set by the first SIGTERM; new work is then refused with 503.
     """
@@ -59,6 +62,7 @@ class Context:
     eos_ids: frozenset[str | int | None]
     fingerprint: str
     log: RequestLog
+    grammars: GrammarGate
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
@@ -68,6 +72,7 @@ class Context:
         client: EngineClient,
         tokenizer: Tokenizer | None,
         parsers: Sequence[OutputParserFactory],
+        plugins: PluginSet | None = None,
     ) -> Context:
         """Create the context from the plan's configuration."""
         options = ServerOptions.model_validate(plan.config.get("server", {}))
@@ -93,6 +98,7 @@ class Context:
             "fp_"
             + answers_fingerprint(plan, tokenizer.digest if tokenizer is not None else "")[:10],
             RequestLog(LogOptions.model_validate(plan.config.get("log", {})).requests),
+            GrammarGate(plan, plugins),
         )
 
     @property

@@ -42,6 +42,7 @@ _TYPE_BY_STATUS = {
     504: "timeout_error",
 }
 _STATUS_BY_CODE = {
+    "grammar": 400,
     "queue_full": 429,
     "queue_timeout": 503,
     "timeout": 504,

@@ -277,6 +277,24 @@ STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
         "Times that the acceptance of drafts fell far below that of the start.",
         lambda s: s.acceptance_falls,
     ),
+    (
+        "grammar_masked_steps_total",
+        "counter",
+        "Steps with a mask of a grammar.",
+        lambda s: s.masked_steps,
+    ),
+    (
+        "grammar_mask_waits_total",
+        "counter",
+        "Masked steps in which the device waited for the mask.",
+        lambda s: s.mask_waits,
+    ),
+    (
+        "grammar_mask_seconds_total",
+        "counter",
+        "Host time spent on masks.",
+        lambda s: s.mask_seconds,
+    ),
 )
 
 #: (name, help, label, (value of the label, value of the series)) of counters with a label

@@ -242,6 +242,7 @@ class HttpServer:
                 await http
                 await self._client.close()
                 self._context.texts.close()
+                self._context.grammars.close()
 
     async def _supervise(
         self, http: asyncio.Task[None], make: Callable[[], Executor] | None

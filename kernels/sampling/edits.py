@@ -228,3 +228,31 @@ def observe(tokens: Tensor, counts: Tensor, rows: Tensor, edits: RowEdits) -> No
             num_warps=1,
             **dependent_launch.options(),
         )
+
+
+# ---- masks of allowed tokens ---------------------------------------------------------------------
+
+MASK_BLOCK = 4096  #: tokens of one program of ``forbid``
+
+
+@triton.jit
+def _forbid(logits, rows, masks, vocab, stride, words, BLOCK: tl.constexpr):
+    """Set the logits of one block of one row to minus infinity where its mask has no bit."""
+    number, block = tl.program_id(0), tl.program_id(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    inside = index < vocab
+    word = tl.load(masks + number.to(tl.int64) * words + index // 32, mask=inside, other=-1)
+    row = tl.load(rows + number)
+    absent = ((word >> (index % 32)) & 1) == 0
+    tl.store(logits + row * stride + index, float("-inf"), mask=inside & absent)
+
+
+def forbid(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Do the work of ``reference.forbid`` with one launch, without temporary memory.
+
+    The last dimensions of ``logits`` and ``masks`` are contiguous.
+    """
+    count, words = masks.shape
+    vocab = logits.shape[1]
+    grid = (count, -(-vocab // MASK_BLOCK))
+    _forbid[grid](logits, rows, masks, vocab, logits.stride(0), words, BLOCK=MASK_BLOCK)

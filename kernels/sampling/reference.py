@@ -16,6 +16,7 @@ from torch import Tensor
 from glowplug.kernels.launch.chunks import LOGPROB_ROWS
 
 DRAW_BLOCK = 256  #: vocabulary entries that ``draw`` sums at a time
+MASK_ROWS = 32  #: masks applied at a time, to bound the temporary memory of ``forbid``
 SORT_ROWS = 64  #: rows sorted at a time, to bound the temporary memory of ``cutoff``
 
 
@@ -181,3 +182,37 @@ def _token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Ten
     norm = logits.logsumexp(-1, keepdim=True)
     top, top_ids = logits.topk(min(k, logits.shape[1]), dim=-1)
     return (logits.gather(1, tokens[:, None]) - norm).squeeze(1), top_ids, top - norm
+
+
+# ---- masks of allowed tokens ---------------------------------------------------------------------
+
+
+def forbid(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Set the logits of tokens without a bit in their row's mask to minus infinity, in place.
+
+    Args:
+        logits: float32 [N, V].
+        rows: rows of ``logits``, ascending, int64 [n].
+        masks: int32 [n, words], 32 tokens each; bit t % 32 of word t // 32 allows token t.
+    """
+    vocab = logits.shape[1]
+    for at in range(0, len(rows), MASK_ROWS):
+        words = masks[at : at + MASK_ROWS]
+        absent = _without_bit(words.view(torch.uint8))[:, :vocab]
+        if len(words) == len(logits):
+            logits.masked_fill_(absent, float("-inf"))
+        else:
+            chosen = rows[at : at + MASK_ROWS]
+            logits[chosen] = logits[chosen].masked_fill(absent, float("-inf"))
+
+
+def _without_bit(words: Tensor) -> Tensor:
+    """Return which bits of ``words`` (uint8 [n, B]) are not set, bool [n, 8 B], lowest bits first.
+
+    NOTE: on a CPU numpy takes a fifth of the time of torch's operations.
+    """
+    if words.device.type == "cpu":
+        bits = np.unpackbits(words.numpy(), axis=1, bitorder="little")
+        return torch.from_numpy(bits == 0)
+    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=words.device)
+    return (words[:, :, None] & powers == 0).view(len(words), -1)

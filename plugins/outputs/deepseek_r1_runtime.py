@@ -6,7 +6,7 @@ from enum import Enum, auto
 from typing import Literal
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.protocols import Piece, Worker
+from glowplug.core.protocols import Piece, ReasoningTags, Worker
 from glowplug.plugins.outputs.deepseek_r1 import DeepseekR1Options
 
 OPEN = "<think>"  #: tag before the reasoning
@@ -14,13 +14,19 @@ CLOSE = "</think>"  #: tag after the reasoning
 
 
 class DeepseekR1:
-    """The ``protocols.OutputParserFactory`` of :class:`ThinkParser`."""
+    """The ``protocols.ReasoningParserFactory`` of :class:`ThinkParser`."""
 
     def __init__(self, options: DeepseekR1Options, plan: EnginePlan, worker: Worker) -> None:
         self._opening = options.opening
 
     def start(self, prompt_tail: str, thinking: bool | None = None) -> ThinkParser:
         return ThinkParser(starts_inside(prompt_tail, thinking, self._opening))
+
+    def reasoning(self, prompt_tail: str, thinking: bool | None = None) -> ReasoningTags | None:
+        inside = starts_inside(prompt_tail, thinking, self._opening)
+        if not inside and (thinking is False or prompt_tail.rstrip().endswith(CLOSE)):
+            return None
+        return ReasoningTags(OPEN, CLOSE, inside)
 
 
 def starts_inside(

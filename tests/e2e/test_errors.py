@@ -123,15 +123,15 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "not supported yet; leave it out",
     ),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "not supported yet"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    (CHAT, {"response_format": {"type": "json_object"}}, None, "grammar.use = none"),
     (
         CHAT,
         {"response_format": {"type": "json_schema", "json_schema": {}}},
         "response_format",
-        "not supported yet",
+        "needs json_schema.schema",
     ),
     (CHAT, {"response_format": "json"}, "response_format", "object"),
-    (CHAT, {"regex": "(a+)+$"}, "regex", "not supported yet"),
+    (CHAT, {"regex": "(a+)+$"}, None, "grammar.use = none"),
     (CHAT, {"custom_logit_processor": "gASV"}, "custom_logit_processor", "refused"),
     (
         CHAT,
@@ -179,9 +179,9 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (NATIVE, {"sampling_params": {"temperature": -1}}, "sampling_params.temperature", "greater"),
     (
         NATIVE,
-        {"sampling_params": {"json_schema": "{}"}},
+        {"sampling_params": {"json_schema": "{"}},
         "sampling_params.json_schema",
-        "not supported yet",
+        "is not valid JSON",
     ),
     (NATIVE, {"sampling_params": [{}, {}]}, "sampling_params", "1 prompts but 2"),
     (NATIVE, {"top_logprobs_num": -1}, "top_logprobs_num", "greater"),
@@ -216,7 +216,7 @@ ITEMS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": [""]}, "stop", "a stop string must not be empty"),
     ({"stop_token_ids": [9999]}, "stop_token_ids", "9999"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
-    ({"json_schema": "{}"}, "json_schema", " is not supported yet"),
+    ({"json_schema": "{"}, "json_schema", " is not valid JSON"),
 ]
 
 

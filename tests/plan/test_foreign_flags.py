@@ -140,7 +140,6 @@ def test_the_lists_contain_no_flag_of_this_engine() -> None:
     assert all(name == name.lower() and name[0] != "-" for name in BOTH | SGLANG | VLLM)
     assert {
         "enable-two-batch-overlap",
-        "grammar-backend",
         "hicache-ratio",
         "schedule-conservativeness",
     } <= SGLANG
@@ -180,6 +179,7 @@ TAKEN: list[tuple[list[str], dict[str, Any]]] = [
     (["--enable-mixed-chunk"], {"scheduler": {"mixed": True}}),
     (["--kv-cache-memory-bytes", "25G"], {"memory": {"kv_bytes": 25 << 30}}),
     (["--sampling-backend", "pytorch"], {"sampling": {"use": "torch"}}),
+    (["--grammar-backend", "xgrammar"], {"grammar": {"use": "xgrammar"}}),
     (["--allowed-origins", '["https://a.org"]'], {"server": {"cors_origins": ["https://a.org"]}}),
     (["--shutdown-timeout", "5"], {"server": {"drain_timeout": 5.0}}),
     (["--disable-log-stats"], {"log": {"stats_interval": 0.0}}),

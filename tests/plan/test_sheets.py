@@ -44,14 +44,14 @@ def test_ready_sheets_state_the_packages_that_were_measured() -> None:
 
 
 def test_a_ready_sheet_has_what_built_ins_need_on_its_cards(plugins: PluginSet) -> None:
-    """Ray is the exception: an operator chooses it."""
+    """Ray and xgrammar are the exceptions: an operator chooses them."""
     packages, missing = read_sheet("1xh200").packages or {}, set()
     for slot in SLOTS:
         for found in (registration.component for registration in plugins.components(slot.name)):
             if found.offers.runs_on([90]):
                 missing |= {need for need, _ in missing_packages(found, packages)}
             missing |= {names for names in found.uses.values() if not any(map(packages.get, names))}
-    assert missing == {"ray>=2.40"}
+    assert missing == {"ray>=2.40", "xgrammar>=0.2"}
 
 
 def test_one_table_serves_all_ready_sheets_of_a_card() -> None:

@@ -46,6 +46,7 @@ PLAN_ZONE = (
     "step.messages",
     "step.batch",
     "step.sequence_table",
+    "step.structured",
 )
 
 

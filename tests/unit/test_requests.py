@@ -15,6 +15,7 @@ from glowplug.core.errors import RequestError
 from glowplug.core.plan.resolve import plan
 from glowplug.core.step.messages import Submit, decode_inbound, encode, packed_ids
 from glowplug.core.step.request import MAX_LOGPROBS, MAX_N, SamplingParams
+from glowplug.core.step.structured import GrammarSpec, StructuredOutputsParams
 from glowplug.entrypoints.front.front import Front
 
 GOOD: dict[str, list[Any]] = {
@@ -38,6 +39,10 @@ GOOD: dict[str, list[Any]] = {
     "prompt_logprobs": [None, 0, MAX_LOGPROBS],
     "skip_special_tokens": [True, False],
     "include_stop_str_in_output": [True, False],
+    "grammar": [None, GrammarSpec("regex", "a")],
+    **dict.fromkeys(
+        ("structured_outputs", "json_schema", "regex", "ebnf", "structural_tag"), [None]
+    ),
 }
 BAD: dict[str, list[Any]] = {
     "n": [0, MAX_N + 1, True, 1.0, None],
@@ -60,6 +65,12 @@ BAD: dict[str, list[Any]] = {
     "prompt_logprobs": [-1, MAX_LOGPROBS + 1, False],
     "skip_special_tokens": [None, 1],
     "include_stop_str_in_output": [None, 0],
+    "grammar": ["a"],
+    "structured_outputs": [5, StructuredOutputsParams()],
+    "json_schema": ["{", 5, [], "5"],
+    "regex": ["", 5, "\0"],
+    "ebnf": ["", 5, "\ud800"],
+    "structural_tag": ["[]", 5],
 }
 
 

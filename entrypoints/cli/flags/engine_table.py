@@ -376,4 +376,9 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         "sampler: torch (pytorch), triton",
         values={"pytorch": "torch"},
     ),
+    Flag(
+        ("--grammar-backend",),
+        "grammar.use",
+        "library for structured output: llguidance, xgrammar, none",
+    ),
 )

@@ -58,7 +58,7 @@ ALTERNATIVES: tuple[tuple[str, str], ...] = (
     (r"tool", "tool calls are not supported yet"),
     (
         r"guided|grammar|structured-outputs|constrained|jump-forward|outlines",
-        "requests for JSON output are refused",
+        "use --grammar-backend and the section grammar",
     ),
     (
         r"disagg|kv-transfer|kv-events|pdlb|pd-role|pdmux|ec-transfer",

@@ -81,7 +81,7 @@ SGLANG = frozenset(
     flashinfer-allreduce-fusion-backend flashinfer-autotune-skip-ops flashinfer-mla-disable-ragged
     flashinfer-mxfp4-moe-precision flexkv-config-file forward-hooks forward-pass-metrics-ipc-name
     forward-pass-metrics-worker-id fp4-gemm-backend fp8-gemm-backend fuseep-mode gated-launch-port
-    gc-threshold gc-warning-threshold-secs generation-tokens-buckets gpu-id-step grammar-backend
+    gc-threshold gc-warning-threshold-secs generation-tokens-buckets gpu-id-step
     grpc-http-sidecar-port grpc-mode grpc-response-timeout-secs hf-chat-template-name
     hicache-host-memory-fraction hicache-host-memory-mode hicache-io-backend hicache-mem-layout
     hicache-ratio hicache-size hicache-storage-backend hicache-storage-backend-extra-config

@@ -11,6 +11,7 @@ from typing import Any
 
 from glowplug.core.errors import RequestError
 from glowplug.core.step.request import SamplingParams
+from glowplug.entrypoints.server.generate.structured import grammar_of
 from glowplug.entrypoints.server.protocol.fields import SamplingFields
 from glowplug.entrypoints.server.protocol.native import NativeSampling
 
@@ -56,15 +57,6 @@ REFUSED: Mapping[str, str] = {
             "tools",
             "functions",
             "function_call",
-            "regex",
-            "ebnf",
-            "json_schema",
-            "structural_tag",
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
             "stop_regex",
             "documents",
             "thinking_token_budget",
@@ -102,28 +94,9 @@ def unknown_fields(extras: Mapping[str, Any]) -> list[str]:
     for name, value in extras.items():
         if name in REFUSED and value:
             raise RequestError(f"{name} {REFUSED[name]}", param=name, code="unsupported_parameter")
-    _check_format(extras.get("response_format"))
     _check_tool_choice(extras.get("tool_choice"))
-    known = IGNORED | REFUSED.keys() | {"response_format"}
+    known = IGNORED | REFUSED.keys()
     return [name for name in extras if name not in known]
-
-
-def _check_format(value: Any) -> None:
-    """Raise RequestError if ``response_format`` is anything but text."""
-    if value is None:
-        return
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return
-    if kind in ("json_object", "json_schema", "structural_tag"):
-        raise RequestError(
-            f"response_format {kind!r} {_UNSUPPORTED}",
-            param="response_format",
-            code="unsupported_parameter",
-        )
-    raise RequestError(
-        "response_format must be an object with type 'text'", param="response_format"
-    )
 
 
 def _check_tool_choice(value: Any) -> None:
@@ -157,6 +130,7 @@ def openai_params(
         skip_special_tokens=fields.skip_special_tokens,
         include_stop_str_in_output=fields.include_stop_str_in_output,
         allowed_token_ids=fields.allowed_token_ids,
+        grammar=grammar_of(fields),
         **_shared(fields, fields.min_tokens),
     )
 
@@ -174,6 +148,7 @@ def native_params(
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=fields.skip_special_tokens,
         include_stop_str_in_output=fields.no_stop_trim,
+        grammar=grammar_of(fields),
         **_shared(fields, fields.min_new_tokens),
     )
     return params.replace(seed=fields.sampling_seed) if params.seed is None else params

@@ -8,11 +8,10 @@ from typing import Any
 
 from glowplug.core.errors import RequestError, prompt_too_long
 from glowplug.core.text.tokenizer import TEMPLATE_ARGUMENTS
+from glowplug.entrypoints.front.reasoning_tags import PROMPT_TAIL_CHARS as PROMPT_TAIL_CHARS
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.protocol.chat import ChatRequest, Message
 from glowplug.entrypoints.server.protocol.completions import MAX_PROMPTS
-
-PROMPT_TAIL_CHARS = 64  #: last characters of the rendered prompt that output parsers get
 
 
 @dataclass

@@ -70,7 +70,7 @@ class AdmissionFields(Protocol):
     cache_salt: str | None
 
 
-def openai_job(
+async def openai_job(
     request: Request,
     context: Context,
     body: SamplingFields,
@@ -83,10 +83,10 @@ def openai_job(
         RequestError: a sequence cannot be served.
     """
     rid = request_id(request, body.request_id or body.rid)
-    return make_job(request, context, rid, body, prompts, params, n=body.n or 1)
+    return await make_job(request, context, rid, body, prompts, params, n=body.n or 1)
 
 
-def make_job(
+async def make_job(
     request: Request,
     context: Context,
     rid: str,
@@ -116,6 +116,7 @@ def make_job(
     """
     context.require_ready()
     _check_count(context, n, len(prompts))
+    await context.grammars.check(params, places)
     checked = _checked(context, prompts, params, places)
     record: RequestRecord | None = request.scope.get(RECORD)
     if record is not None:

@@ -40,7 +40,7 @@ async def generate(
     sampling = _sampling_by_place(body)
     headers = _warnings(body, sampling)
     given = await prompts.of_native(context, body.text, body.input_ids)
-    job = _job(request, context, body, sampling, given)
+    job = await _job(request, context, body, sampling, given)
     ids = [prompt.ids for prompt in given for _ in range(job.n)]
     outputs = NativeOutputs(context, body, _sequence_ids(job, body), ids)
     single = job.n == 1 and _is_single(body)
@@ -51,7 +51,7 @@ async def generate(
     return json_response(answers[0] if single else answers, headers)
 
 
-def _job(
+async def _job(
     request: Request,
     context: Context,
     body: GenerateRequest,
@@ -70,7 +70,7 @@ def _job(
     params = _params(body, sampling, given)
     n = next(iter(sampling.values())).n or 1
     rid = request_id(request, body.rid if isinstance(body.rid, str) else None)
-    job = make_job(request, context, rid, body, given, params, n=n, places=list(sampling))
+    job = await make_job(request, context, rid, body, given, params, n=n, places=list(sampling))
     if isinstance(body.rid, list):
         job.rids = _sequence_ids(job, body)
     return job

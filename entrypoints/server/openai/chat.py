@@ -8,6 +8,8 @@ from fastapi import Depends, Request
 from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
+from glowplug.core.step.request import SamplingParams
+from glowplug.entrypoints.front.reasoning_tags import after_reasoning
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.generate import prompts
 from glowplug.entrypoints.server.generate.params import openai_params
@@ -28,21 +30,27 @@ async def chat(
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     prompt = await prompts.of_chat(context, body)
-    wanted = (
-        body.wanted_tokens
-        if body.wanted_tokens is not None
-        else _default_max_tokens(context, prompt)
-    )
-    params = openai_params(
-        body, max_tokens=wanted, logprobs=(body.top_logprobs or 0) if body.logprobs else None
-    )
-    job = openai_job(request, context, body, [prompt], [params])
+    params = _params(context, body, prompt)
     tail = await _prompt_tail(context, prompt)
+    params = after_reasoning(params, context.parsers, tail, prompts.wanted_thinking(body))
+    job = await openai_job(request, context, body, [prompt], [params])
     if body.stream:
         chunks = ChatChunks(context, body, prompt, job.rid, tail)
         return stream_response(context, job, chunks, headers)
     whole = WholeChat(context, body, prompt, job.rid, tail)
     return await whole_response(request, context, job, whole, headers)
+
+
+def _params(context: Context, body: ChatRequest, prompt: prompts.TokenizedPrompt) -> SamplingParams:
+    """Return the sampling parameters that the body gives."""
+    wanted = (
+        body.wanted_tokens
+        if body.wanted_tokens is not None
+        else _default_max_tokens(context, prompt)
+    )
+    return openai_params(
+        body, max_tokens=wanted, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+    )
 
 
 def _default_max_tokens(context: Context, prompt: prompts.TokenizedPrompt) -> int | None:

@@ -34,7 +34,7 @@ async def completions(
         raise RequestError("max_tokens must be at least 1 (0 is for echo)", param="max_tokens")
     given = await prompts.of_completion(context, body.prompt, body.add_special_tokens)
     params = [_params(context, body, prompt) for prompt in given]
-    job = openai_job(request, context, body, given, params)
+    job = await openai_job(request, context, body, given, params)
     echoed = await _echoed(context, body, given)
     if body.stream:
         chunks = CompletionChunks(context, body, given, echoed, job.rid)

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from glowplug.entrypoints.server.protocol.body import Body
 from glowplug.entrypoints.server.protocol.fields import (
-    Body,
     Bool,
     Logprobs,
     MaxTokens,

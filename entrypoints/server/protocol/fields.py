@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from glowplug.core.step.request import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+from glowplug.entrypoints.server.protocol.body import Body
+from glowplug.entrypoints.server.protocol.structured import OpenAIGrammarFields
 
 INT32 = (1 << 31) - 1
 MAX_TOKENS_LIMIT = INT32
@@ -26,16 +28,6 @@ MaxTokens = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS_LIMIT)]
 Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)]
 
 
-class Body(BaseModel):
-    """The base class of request bodies. Unknown fields are kept, so that they can be reported."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    def extras(self) -> dict[str, Any]:
-        """Return the body's fields that this model does not declare."""
-        return self.model_extra or {}
-
-
 class StreamOptions(Body):
     include_usage: Bool = Field(
         False, description="send a last chunk with the usage and no choices"
@@ -43,7 +35,7 @@ class StreamOptions(Body):
     continuous_usage_stats: Bool = Field(False, description="send the usage so far in every chunk")
 
 
-class SamplingFields(Body):
+class SamplingFields(OpenAIGrammarFields):
     """The sampling and stopping fields that the OpenAI routes share; None: the default."""
 
     temperature: Annotated[Float, Field(ge=0.0, le=100.0)] | None = Field(

@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import Field
 
 from glowplug.core.step.request import MAX_LOGPROBS, MAX_N
+from glowplug.entrypoints.server.protocol.body import Body
 from glowplug.entrypoints.server.protocol.chat import Message
 from glowplug.entrypoints.server.protocol.completions import MAX_PROMPTS
 from glowplug.entrypoints.server.protocol.fields import (
     INT32,
-    Body,
     Bool,
     Float,
     Int,
@@ -21,9 +21,10 @@ from glowplug.entrypoints.server.protocol.fields import (
     TokenId,
     TokenIds,
 )
+from glowplug.entrypoints.server.protocol.structured import GrammarFields
 
 
-class NativeSampling(Body):
+class NativeSampling(GrammarFields):
     max_new_tokens: MaxTokens | None = Field(None, description="default 128")
     min_new_tokens: Annotated[Int, Field(ge=0, le=INT32)] | None = None
     temperature: Annotated[Float, Field(ge=0.0, le=100.0)] | None = None

@@ -1,0 +1,96 @@
+"""Grammars compiled from requests, and those that are kept. Torch is not imported."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from glowplug.core.engine.constraint import SequenceGrammar, TagTokens
+from glowplug.core.errors import RequestError
+from glowplug.core.protocols import CompiledGrammar, GrammarBackend
+from glowplug.core.step.structured import GrammarSpec
+
+if TYPE_CHECKING:
+    from glowplug.core.text.tokenizer import Tokenizer
+
+
+class GrammarCache:
+    """Compiled grammars by their key, limited in bytes; the least recently used ones go first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()
+        self.size = 0
+
+    def get(self, spec: GrammarSpec) -> CompiledGrammar | None:
+        """Return the compiled grammar of ``spec``, or None."""
+        found = self._held.get(spec.key)
+        if found is not None:
+            self._held.move_to_end(spec.key)
+        return found
+
+    def put(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
+        """Add a compiled grammar, and drop others until the limit is kept."""
+        if spec.key in self._held or compiled.size > self._most:
+            return
+        self._held[spec.key] = compiled
+        self.size += compiled.size
+        while self.size > self._most:
+            self.size -= self._held.popitem(last=False)[1].size
+
+
+class GrammarBuilder:
+    """Compiles the grammars of requests, one at a time, in any thread.
+
+    Args:
+        backend: the library.
+        open_tokenizer: returns the model's tokenizer; called with the first grammar.
+        vocab: number of tokens of a mask.
+        cache_bytes: most bytes of grammars that are kept.
+    """
+
+    def __init__(
+        self,
+        backend: GrammarBackend,
+        open_tokenizer: Callable[[], Tokenizer],
+        vocab: int,
+        cache_bytes: int,
+    ) -> None:
+        self.backend = backend
+        self.vocab = vocab
+        self.cache = GrammarCache(cache_bytes)
+        self._open_tokenizer = open_tokenizer
+        self._tags: dict[tuple[str, str], TagTokens] = {}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self._open_tokenizer()
+        if not tokenizer.eos_ids:
+            raise RequestError(
+                "structured output needs a token that ends a sequence, and this model has none"
+            )
+        self.backend.open(tokenizer, self.vocab)
+        return tokenizer
+
+    def build(self, spec: GrammarSpec) -> SequenceGrammar:
+        """Return the compiled grammar of ``spec``, from the cache if it is there.
+
+        Raises:
+            RequestError: the grammar cannot be compiled.
+        """
+        tokenizer = self._tokenizer
+        compiled = self.cache.get(spec)
+        if compiled is None:
+            compiled = self.backend.compile(spec)
+            self.cache.put(spec, compiled)
+        eos = frozenset(tokenizer.eos_ids)
+        if not spec.closing:
+            return SequenceGrammar(compiled, spec, eos)
+        tags = self._tags.get((spec.opening, spec.closing))
+        if tags is None:
+            pieces = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+            tags = TagTokens(spec.opening, spec.closing, pieces, eos, self.vocab)
+            self._tags[spec.opening, spec.closing] = tags
+        return SequenceGrammar(compiled, spec, eos, tags)

@@ -1,0 +1,271 @@
+"""The masks of a step: filled on the host while the device runs the model's pass."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from glowplug.core.engine.constraint import ANY, Constraint
+from glowplug.core.engine.in_flight import InFlight
+from glowplug.core.protocols import GrammarBackend, Masks, Matcher, words_of
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.request import Sequence
+
+
+@dataclass
+class MaskCounts:
+    """Counters of masked steps since the start.
+
+    Attributes:
+        steps: steps with at least one mask.
+        waits: steps whose model pass had ended on the device before the masks were ready, so that
+            the device waited; always 0 on a CPU, where the host computes the pass.
+        seconds: host time spent on masks.
+    """
+
+    steps: int = 0
+    waits: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class UnreadStep:
+    """The rows with a grammar that a launched step samples; its tokens are not yet read."""
+
+    inflight: InFlight
+    rows: list[tuple[int, Constraint]]
+
+
+@dataclass(eq=False)
+class CopiedDrafts:
+    """The tokens of a step's decoding rows on the way to the host.
+
+    Attributes:
+        tokens: int64 [D, W].
+        parents: int64 [D, W]; None for chains.
+        copied: event after the copies; None if the device is the host.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor | None
+    copied: torch.cuda.Event | None
+    _read: tuple[list[list[int]], list[list[int]]] | None = None
+
+    def read(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Wait for the copies, and return the tokens and the index of each token's parent."""
+        if self._read is None:
+            if self.copied is not None:
+                self.copied.synchronize()
+            chain = [max(0, at - 1) for at in range(self.tokens.shape[1])]
+            chains = [chain] * len(self.tokens)
+            parents = chains if self.parents is None else self.parents.tolist()
+            self._read = self.tokens.tolist(), parents
+        return self._read
+
+
+class StepMasks:
+    """The grammars of a rank's rows, and the masks of each step.
+
+    In each step call ``begin``; if ``active``, ``copy_drafts`` before the model's pass and
+    ``apply`` after it; and ``launched`` at the end.
+
+    Attributes:
+        active: the step that has begun samples a row with a grammar.
+        failed: ids of sequences whose grammar has failed, with the reason; the engine takes them.
+        counts: counters of masked steps.
+    """
+
+    def __init__(self, backend: GrammarBackend, vocab: int, device: torch.device) -> None:
+        self.active = False
+        self.failed: list[tuple[int, str]] = []
+        self.counts = MaskCounts()
+        self._backend = backend
+        self._words = words_of(vocab)
+        self._device = device
+        self._on_host = device.type == "cpu"
+        self._pinned = not self._on_host
+        self._rows: dict[int, tuple[Sequence, Constraint]] = {}
+        self._unread: list[UnreadStep] = []
+        self._batch: Batch | None = None
+        self._sampling: list[tuple[int, int]] = []
+        self._drafts: CopiedDrafts | None = None
+        # two buffers in turn: the copy out of one may run while the other is filled
+        self._buffers = [MaskMemory(), MaskMemory()]
+
+    def begin(self, batch: Batch) -> None:
+        """Note the rows of the next step, whose sequences may have changed."""
+        for row in batch.left:
+            self._rows.pop(row, None)
+        for sequence in batch.joined:
+            if sequence.row >= 0:
+                self._rows.pop(sequence.row, None)
+            if sequence.row >= 0 and sequence.grammar is not None:
+                made = sequence.grammar.constraint(sequence.output)
+                self._rows[sequence.row] = (sequence, made)
+        self._drafts = None
+        self._batch = batch
+        self._sampling = []
+        if self._rows:
+            samples = batch.samples.tolist()
+            self._sampling = [
+                (i, row)
+                for i, row in enumerate(batch.rows.tolist())
+                if samples[i] and row in self._rows
+            ]
+        else:
+            self._unread = []
+        self.active = bool(self._sampling)
+
+    def copy_drafts(self, step: Batch) -> None:
+        """Begin to copy the tokens of the decoding rows to the host, if there are drafts.
+
+        Args:
+            step: the batch that runs, with its input tokens and trees. Its first rows are those of
+                the batch that has begun, those of a captured step are padded.
+        """
+        batch = self._batch
+        assert batch is not None, "begin comes first"
+        rows = batch.num_decodes
+        if not rows or batch.decode_tokens == rows:
+            return
+        width = batch.decode_tokens // rows
+        tokens = step.input_ids[: rows * width].view(rows, width)
+        parents = None if step.tree is None else step.tree.parents[:rows]
+        if self._on_host:
+            self._drafts = CopiedDrafts(tokens, parents, None)
+            return
+        copied = torch.cuda.Event()
+        tokens = _pinned_copy(tokens)
+        parents = None if parents is None else _pinned_copy(parents)
+        copied.record()
+        self._drafts = CopiedDrafts(tokens, parents, copied)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Set the logits of the tokens that the rows' grammars forbid to minus infinity.
+
+        The results of earlier steps are waited for; the device runs the model's pass meanwhile.
+
+        Args:
+            logits: float32 [N, V], of the decoding rows' tokens and then of the finished prompts.
+        """
+        passed = None if self._on_host else torch.cuda.Event()
+        if passed is not None:
+            passed.record()
+        self._read()
+        started = time.perf_counter()
+        places, masks = self._filled()
+        self.counts.steps += 1
+        self.counts.seconds += time.perf_counter() - started
+        if passed is not None and passed.query():
+            self.counts.waits += 1
+        rows, words = (part.to(self._device, non_blocking=True) for part in (places, masks))
+        self._backend.forbid(logits, rows, words)
+        self._take_failures()
+
+    def launched(self, inflight: InFlight) -> None:
+        """Keep the results of the step, which the matchers read in a later one."""
+        if self._sampling:
+            rows = [(i, self._rows[row][1]) for i, row in self._sampling]
+            self._unread.append(UnreadStep(inflight, rows))
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Advance the constraints by the tokens of all steps launched before."""
+        unread = self._unread
+        self._unread = []
+        for step in unread:
+            result = step.inflight.wait()
+            for i, constraint in step.rows:
+                for token in result.tokens[i, : int(result.counts[i])].tolist():
+                    constraint.accept(token)
+
+    def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fill the masks of the step.
+
+        Returns:
+            Rows of the logits, int64 [n], and their masks, int32 [n, words], in host memory.
+        """
+        firsts, counts = self._positions()
+        total = sum(counts)
+        self._buffers.reverse()
+        buffer = self._buffers[0]
+        places, masks = buffer.take(total, self._words, self._pinned)
+        plain: list[tuple[int, Constraint]] = []
+        at = 0
+        for (i, row), first, count in zip(self._sampling, firsts, counts):
+            places[at : at + count] = first if count == 1 else np.arange(first, first + count)
+            constraint = self._rows[row][1]
+            if constraint.in_grammar and count == 1:
+                plain.append((at, constraint))
+            else:
+                self._fill_row(i, constraint, masks[at : at + count])
+            at += count
+        self._fill(plain, masks)
+        return buffer.tensors(total)
+
+    def _fill_row(self, i: int, constraint: Constraint, masks: Masks) -> None:
+        """Fill the masks of the positions that row ``i`` of the batch samples, [count, words]."""
+        if len(masks) == 1:
+            constraint.fill(masks[0])
+            return
+        assert self._drafts is not None, "rows of several tokens have drafts"
+        tokens, parents = self._drafts.read()
+        masks[:] = ANY
+        constraint.fill_tree(tokens[i], parents[i], masks)
+
+    def _positions(self) -> tuple[list[int], list[int]]:
+        """Return for each row with a mask its first row of the logits, and their number."""
+        batch = self._batch
+        assert batch is not None, "begin comes first"
+        decodes = batch.num_decodes
+        width = batch.decode_tokens // decodes if decodes else 1
+        firsts = np.arange(batch.num_rows) * width
+        firsts[decodes:] = decodes * width + np.cumsum(batch.samples[decodes:]) - 1
+        numbers = [i for i, _ in self._sampling]
+        return firsts[numbers].tolist(), [width if i < decodes else 1 for i in numbers]
+
+    def _fill(self, plain: list[tuple[int, Constraint]], masks: Masks) -> None:
+        """Fill the masks of constraints whose matcher alone decides, at once."""
+        if plain:
+            wanted: list[tuple[Matcher, int]] = [(one.matcher, at) for at, one in plain]
+            self._backend.fill(wanted, masks)
+        some: NDArray[np.bool_] = np.any(masks, axis=1)
+        for at, constraint in plain:
+            constraint.check(masks[at], bool(some[at]))
+
+    def _take_failures(self) -> None:
+        for _, row in self._sampling:
+            sequence, constraint = self._rows[row]
+            if constraint.failure:
+                self.failed.append((sequence.id, constraint.failure))
+
+
+@dataclass(eq=False)
+class MaskMemory:
+    """Host memory for the masks of a step, pinned for a GPU; it grows with the largest step."""
+
+    places: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    masks: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+
+    def take(self, count: int, words: int, pinned: bool) -> tuple[NDArray[np.int64], Masks]:
+        """Return memory for the rows and masks of ``count`` positions, as arrays."""
+        if len(self.places) < count:
+            most = max(count, 2 * len(self.places))
+            self.places = torch.empty(most, dtype=torch.int64, pin_memory=pinned)
+            self.masks = torch.empty(most, words, dtype=torch.int32, pin_memory=pinned)
+        return self.places.numpy()[:count], self.masks.numpy()[:count]
+
+    def tensors(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first ``count`` rows and masks."""
+        return self.places[:count], self.masks[:count]
+
+
+def _pinned_copy(part: torch.Tensor) -> torch.Tensor:
+    """Begin to copy ``part`` to pinned host memory."""
+    held = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return held.copy_(part, non_blocking=True)

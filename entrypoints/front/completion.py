@@ -1,0 +1,82 @@
+"""The result of one finished sequence of the offline engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from glowplug.core.step.messages import Logprobs
+from glowplug.entrypoints.front.delta import Delta, VerifiedDrafts
+from glowplug.entrypoints.front.front import CheckedRequest
+
+
+@dataclass
+class Completion:
+    """One finished sequence.
+
+    Attributes:
+        prompt_token_ids: token ids of the prompt.
+        index: number of the completion among the ``n`` of its prompt, from 0.
+        text: generated text, special tokens removed unless ``skip_special_tokens=False``; ""
+            without a tokenizer.
+        token_ids: generated ids, including the eos that ended the sequence.
+        finish_reason: "stop", "length", "abort", "timeout" or "error".
+        stop_reason: the stop string or token id that matched.
+        logprobs: log-probabilities of ``token_ids``; None unless requested.
+        prompt_logprobs: log-probabilities of the prompt's tokens from the second on; None unless
+            requested.
+        cached_tokens: prompt tokens found in the prefix cache.
+        drafts: the drafts of its verify steps; None if the engine drafts nothing.
+        error: message if ``finish_reason`` is "error".
+        choices: all ``n`` completions of the prompt, this one first. Only the first completion of a
+            prompt has the list; the others have [].
+    """
+
+    prompt_token_ids: list[int]
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    cached_tokens: int = 0
+    drafts: VerifiedDrafts | None = None
+    error: str | None = None
+    choices: list[Completion] = field(default_factory=list, repr=False)
+
+    def take(self, delta: Delta) -> None:
+        """Add the sequence's next delta to the completion."""
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        self.cached_tokens = delta.cached_tokens
+        self.drafts = delta.drafts
+        if delta.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = Logprobs([], [], [])
+            self.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+            self.error = delta.error
+
+
+def choices_of(
+    first: Completion, request: CheckedRequest
+) -> Iterator[tuple[Completion, CheckedRequest]]:
+    """Yield (empty completion, request) for each of a prompt's ``n`` choices.
+
+    Each completion is added to ``first.choices``. A given seed is incremented for each choice.
+
+    Args:
+        first: completion of the first choice.
+        request: the prompt with the parameters of all choices.
+    """
+    seed = request.params.seed
+    for index in range(request.params.n):
+        choice = Completion(first.prompt_token_ids, index) if index else first
+        first.choices.append(choice)
+        params = request.params if seed is None else request.params.replace(seed=seed + index)
+        yield choice, replace(request, params=params)

@@ -1,0 +1,183 @@
+"""Runtime of the grammar library "llguidance".
+
+The library is imported with the first grammar: an environment without it serves all other requests.
+Torch is imported with the first mask.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from glowplug.core.errors import RequestError
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.protocols import Masks, Matcher, Worker
+from glowplug.core.step.structured import GrammarSpec
+from glowplug.plugins.grammar.apply_masks import forbid_on
+from glowplug.plugins.grammar.llguidance import LlguidanceOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glowplug.core.text.tokenizer import Tokenizer
+
+#: states of the lexer after which a grammar is given up; a state takes 1 to 2 kB
+LEXER_STATES = 50_000
+#: bytes of a compiled grammar: a base, and a multiple of its text
+BASE_BYTES = 1 << 16
+BYTES_PER_BYTE = 64
+#: white space between two tokens of JSON; bounded, so that an answer cannot consist of it
+WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,32}"
+SILENT = 0  #: log level of the library
+
+
+class LlguidanceMatcher:
+    """The ``protocols.Matcher`` around the library's."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def accept(self, token: int) -> bool:
+        return bool(self.inner.try_consume_tokens([token]))
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
+    def fill(self, mask: Masks) -> None:
+        self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    def complete(self) -> bool:
+        return bool(self.inner.is_accepting())
+
+    def error(self) -> str:
+        return _first_line(self.inner.get_error()) if self.inner.is_error() else ""
+
+
+class LlguidanceGrammar:
+    """The ``protocols.CompiledGrammar``: a matcher at its beginning, which is copied."""
+
+    def __init__(self, first: Any, size: int) -> None:
+        self._first = first
+        self.size = size
+
+    def matcher(self) -> LlguidanceMatcher:
+        return LlguidanceMatcher(self._first.deep_copy())
+
+
+class Llguidance:
+    """The ``protocols.GrammarBackend`` of llguidance."""
+
+    def __init__(self, options: LlguidanceOptions, plan: EnginePlan, worker: Worker) -> None:
+        self._device = worker.device
+        self._forbid: Any = None
+
+    def open(self, tokenizer: Tokenizer, vocab: int) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise RequestError(
+                f"structured output needs llguidance, which cannot be imported here: {error}"
+            ) from None
+        self._new_matcher = llguidance.LLMatcher
+        self._tokens = llguidance.LLTokenizer(
+            tokenizer.backend.to_str(), n_vocab=vocab, eos_token=list(tokenizer.eos_ids)
+        )
+        self._executor = llguidance.LLExecutor()
+        self._limits = llguidance.LLParserLimits(
+            max_lexer_states=LEXER_STATES, verbose_errors=False
+        )
+
+    def compile(self, spec: GrammarSpec) -> LlguidanceGrammar:
+        text = _grammar_of(spec)
+        matcher = self._new_matcher(self._tokens, text, log_level=SILENT, limits=self._limits)
+        if matcher.is_error():
+            raise RequestError(f"the grammar is not supported: {_first_line(matcher.get_error())}")
+        return LlguidanceGrammar(matcher, BASE_BYTES + BYTES_PER_BYTE * len(text))
+
+    def fill(self, wanted: Seq[tuple[Matcher, int]], masks: Masks) -> None:
+        if len(wanted) == 1:
+            matcher, row = wanted[0]
+            matcher.fill(masks[row])
+            return
+        inner = [(matcher.inner, row) for matcher, row in wanted]  # type: ignore[attr-defined]
+        rows, words = masks.shape
+        self._executor.unsafe_compute_mask_ptr(
+            inner, masks.ctypes.data, words * np.dtype(np.int32).itemsize, rows
+        )
+
+    def forbid(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        if self._forbid is None:
+            self._forbid = forbid_on(self._device)
+        self._forbid(logits, rows, masks)
+
+
+def _grammar_of(spec: GrammarSpec) -> str:
+    """Return the grammar in the library's own form.
+
+    Raises:
+        RequestError: it cannot be converted.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        if spec.kind == "json_schema":
+            return _schema(spec)
+        if spec.kind == "regex":
+            return str(LLMatcher.grammar_from_regex(spec.text))
+        if spec.kind == "choice":
+            options = " | ".join(json.dumps(one) for one in json.loads(spec.text))
+            return str(LLMatcher.grammar_from_lark(f"start: {options}"))
+        if spec.kind == "structural_tag":
+            return _structural_tag(json.loads(spec.text))
+        return str(LLMatcher.grammar_from_lark(any_to_lark(spec.text)))
+    except RequestError:
+        raise
+    except Exception as error:  # NOTE: the converters raise plain errors of many types
+        raise RequestError(f"the grammar is not supported: {_first_line(str(error))}") from None
+
+
+def _schema(spec: GrammarSpec) -> str:
+    from llguidance import LLMatcher
+
+    settings: Any = (
+        {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+        if spec.whitespace
+        else {"whitespace_flexible": False}
+    )
+    return str(LLMatcher.grammar_from_json_schema(spec.text, overrides=settings))
+
+
+def _structural_tag(tag: dict[str, Any]) -> str:
+    """Return the grammar of a structural tag with ``structures`` and ``triggers``.
+
+    Raises:
+        RequestError: the tag has another form.
+    """
+    from llguidance import StructTag
+
+    structures = tag.get("structures")
+    triggers = tag.get("triggers")
+    if not structures or not triggers:
+        raise RequestError(
+            "llguidance supports structural tags with structures and triggers only; other forms "
+            'need grammar.use = "xgrammar"'
+        )
+    found = []
+    for one in structures:
+        begin = one["begin"]
+        trigger = next((text for text in triggers if begin.startswith(text)), None)
+        if trigger is None:
+            raise RequestError(f"no trigger is a prefix of the tag {begin[:64]!r}")
+        found.append(
+            StructTag(trigger=trigger, begin=begin, grammar=one.get("schema", {}), end=one["end"])
+        )
+    return str(StructTag.to_grammar(found, assume_special=False))
+
+
+def _first_line(text: str) -> str:
+    """Return the first line of an error, shortened."""
+    return (text.strip().splitlines() or ["unknown error"])[0][:300]

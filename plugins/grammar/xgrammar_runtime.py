@@ -1,0 +1,137 @@
+"""Runtime of the grammar library "xgrammar"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import xgrammar
+
+from glowplug.core.errors import RequestError
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.protocols import Masks, Matcher, Worker
+from glowplug.core.step.structured import GrammarSpec
+from glowplug.plugins.grammar.apply_masks import forbid_on
+from glowplug.plugins.grammar.xgrammar import XgrammarOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glowplug.core.text.tokenizer import Tokenizer
+
+WHITESPACE = 32  #: most characters of white space between two tokens of JSON
+THREADS = 2  #: threads that compile one grammar
+
+
+class XgrammarMatcher:
+    """The ``protocols.Matcher`` around the library's."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def accept(self, token: int) -> bool:
+        return bool(self.inner.accept_token(token))
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
+    def fill(self, mask: Masks) -> None:
+        self.inner.fill_next_token_bitmask(mask[None])
+
+    def complete(self) -> bool:
+        return bool(self.inner.is_completed())
+
+    def error(self) -> str:
+        return ""
+
+
+class XgrammarGrammar:
+    """The ``protocols.CompiledGrammar`` around the library's."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.size = int(inner.memory_size_bytes)
+
+    def matcher(self) -> XgrammarMatcher:
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._inner))
+
+
+class Xgrammar:
+    """The ``protocols.GrammarBackend`` of xgrammar."""
+
+    def __init__(self, options: XgrammarOptions, plan: EnginePlan, worker: Worker) -> None:
+        self._device = worker.device
+        self._forbid: Any = None
+
+    def open(self, tokenizer: Tokenizer, vocab: int) -> None:
+        # a token without bytes counts as special, and a grammar never allows it
+        special = {
+            token
+            for token, entry in tokenizer.backend.get_added_tokens_decoder().items()
+            if entry.special
+        }
+        names = [
+            b"" if token in special else tokenizer.token_bytes(token)
+            for token in range(tokenizer.vocab_size)
+        ]
+        info = xgrammar.TokenizerInfo(
+            names, vocab_size=vocab, stop_token_ids=list(tokenizer.eos_ids)
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
+
+    def compile(self, spec: GrammarSpec) -> XgrammarGrammar:
+        try:
+            return XgrammarGrammar(self._compiled(spec))
+        except Exception as error:  # NOTE: the library raises plain errors of many types
+            lines = str(error).strip().splitlines() or ["unknown error"]
+            raise RequestError(f"the grammar is not supported: {lines[-1][:300]}") from None
+
+    def _compiled(self, spec: GrammarSpec) -> Any:
+        compiler = self._compiler
+        if spec.kind == "json_schema":
+            return compiler.compile_json_schema(
+                spec.text,
+                any_whitespace=spec.whitespace,
+                separators=None if spec.whitespace else (",", ":"),
+                max_whitespace_cnt=WHITESPACE if spec.whitespace else None,
+            )
+        if spec.kind == "regex":
+            return compiler.compile_regex(spec.text)
+        if spec.kind == "choice":
+            options = " | ".join(json.dumps(one) for one in json.loads(spec.text))
+            return compiler.compile_grammar(f"root ::= {options}")
+        if spec.kind == "structural_tag":
+            return compiler.compile_structural_tag(_structural_tag(json.loads(spec.text)))
+        if "::=" in spec.text:
+            return compiler.compile_grammar(spec.text)
+        return compiler.compile_lark(spec.text)
+
+    def fill(self, wanted: Seq[tuple[Matcher, int]], masks: Masks) -> None:
+        for matcher, row in wanted:
+            matcher.fill(masks[row])
+
+    def forbid(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        if self._forbid is None:
+            self._forbid = forbid_on(self._device)
+        self._forbid(logits, rows, masks)
+
+
+def _structural_tag(tag: dict[str, Any]) -> dict[str, Any]:
+    """Return a structural tag in the library's form: with ``format``.
+
+    The older form has ``structures`` and ``triggers``.
+    """
+    if "structures" not in tag:
+        return tag
+    tags = [
+        {
+            "type": "tag",
+            "begin": one["begin"],
+            "content": {"type": "json_schema", "json_schema": one.get("schema", {})},
+            "end": one["end"],
+        }
+        for one in tag["structures"]
+    ]
+    form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    return {"type": "structural_tag", "format": form}
