@@ -80,20 +80,18 @@ class AttentionOffers(Offers):
 
     Attributes:
         kinds: attention kinds: "mla" (latent cache), "mha" (per-head cache: MHA, GQA and MQA).
-        kv_dtypes: KV cache dtypes it reads ("float32", "bfloat16", "float16", "fp8_e4m3").
+        kv_dtypes: KV cache dtypes it reads, such as "bfloat16" and "fp8_e4m3".
         page_sizes: page sizes in tokens; empty for any.
-        tree: it reads tree masks in verify steps; otherwise it supports causal chains only.
-        max_width: most query tokens per row in decode and verify steps; 0 for any number.
-        first_key: it observes ``Batch.first_key``, because a draft's cache has no entry for the
-            first position.
+        tree: it reads tree masks in verify steps; otherwise causal chains only.
+        max_width: most query tokens per row in decode and verify steps; 0: any number.
+        first_key: it observes ``Batch.first_key``.
         work: function from a prefill step to its peak device memory in bytes, including the output,
             but not the queries and the new cache entries; None: the byte budget estimates it.
         reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
             on a device beside the KV cache; None for 0 bytes.
-        short_keys: most keys of a short row; 0 if decoding does not depend on the length of rows.
-        short_rows: function from the number of heads on a rank to batch sizes, in rows of one
-            token. At these sizes, a faster kernel decodes batches that have only short rows
-            (``Batch.longest`` is at most ``short_keys``).
+        short_keys: most keys of a short row; 0 if decoding is the same for all rows.
+        short_rows: function from the number of heads on a rank to the batch sizes, in rows of one
+            token, at which a faster kernel decodes batches of short rows only.
         measured: function from a ``CheckContext`` to the measured time of decoding or None, by
             which "auto" orders backends.
     """
@@ -124,16 +122,14 @@ class QuantizationOffers(Offers):
             tensor in the model's dtype.
         leaves: names of these tensors, with the bytes of their elements after loading.
         online: it can also quantize an unquantized checkpoint while loading.
-        online_bytes: bytes of a weight quantized while loading, without scales, for the byte
-            budget.
+        online_bytes: bytes of a weight quantized while loading, without scales.
         block_shape: (rows, columns) of a weight block with one scale, or None.
-        dequantizes: device types on which quantized weights are loaded in the compute dtype, for
-            the byte budget.
+        dequantizes: device types on which quantized weights are loaded in the compute dtype.
         cast_bytes: bytes of an activation element as its GEMMs read it on a device; 0 for the
             compute dtype.
         fused_shared: the device can compute the shared expert fused, as further routed experts.
-        places_experts: its experts are those that ``ExpertsShape.numbers`` lists; False if it reads
-            ``first`` and ``count`` alone.
+        places_experts: its experts are those of ``ExpertsShape.numbers``; False: it reads ``first``
+            and ``count`` alone.
         experts_work: function from an ``ExpertsStep`` to the device memory of the routed experts;
             None if they hold only rows in the compute dtype.
         peak_tokens: function from the scheme's options to token counts. Steps with so many

@@ -94,7 +94,7 @@ def test_one_batch_is_measured_on_a_server_that_is_started_and_on_a_running_one(
         ),
         (["--base-url", "http://127.0.0.1:1"], "refused"),
         (["--batch-size", "0"], "must be at least 1"),
-        (["--facts", "1xh200"], "a benchmark measures this machine"),
+        (["--facts", "1xh200"], "the engine runs on this machine"),
         (["--plugin", "tests.plugins.sleepy_tuner"], "start the server by glowplug serve"),
     ],
 )
