@@ -45,12 +45,19 @@ class AcceptanceWindow:
             accepted: [n], number of accepted drafts, 0 to ``depth``.
             depth: depth of the step's drafts; None: P.
         """
+        self.add_steps(rows, accepted[None], depth)
+
+    def add_steps(self, rows: Ints, accepted: Ints, depth: int | None = None) -> None:
+        """Add k verify steps of each of n rows; they count alike.
+
+        Arguments as in :meth:`add`, but ``accepted`` is [k, n].
+        """
         places = np.arange(self._reached.shape[1])
         proposed = places < (len(places) if depth is None else depth)
-        self._reached[rows] = self._keep * self._reached[rows] + (
-            proposed & (places <= accepted[:, None])
-        )
-        self._accepted[rows] = self._keep * self._accepted[rows] + (places < accepted[:, None])
+        keep = self._keep ** len(accepted)
+        found = accepted[:, :, None]
+        self._reached[rows] = keep * self._reached[rows] + (proposed & (places <= found)).sum(0)
+        self._accepted[rows] = keep * self._accepted[rows] + (places < found).sum(0)
 
     def rates(self, rows: Ints, prior: float | Floats = 0.0, weight: float = 0.0) -> Floats:
         """Return the probability that a draft is accepted after all before it were, [n, P].

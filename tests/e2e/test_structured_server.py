@@ -113,7 +113,9 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "change", "holds"), CASES, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(
+    ("path", "change", "holds"), CASES, ids=lambda v: "" if callable(v) else str(v)[:50]
+)
 def test_every_spelling_is_served_whole_and_streamed(
     one: Served, path: str, change: dict[str, Any], holds: Any
 ) -> None:
