@@ -59,6 +59,10 @@ class AcceptanceWindow:
         self._reached[rows] = keep * self._reached[rows] + (proposed & (places <= found)).sum(0)
         self._accepted[rows] = keep * self._accepted[rows] + (places < found).sum(0)
 
+    def totals(self, rows: Ints) -> tuple[Floats, Floats]:
+        """Return the weights of reached and of accepted drafts by position, summed over n rows."""
+        return self._reached[rows].sum(0), self._accepted[rows].sum(0)
+
     def rates(self, rows: Ints, prior: float | Floats = 0.0, weight: float = 0.0) -> Floats:
         """Return the probability that a draft is accepted after all before it were, [n, P].
 

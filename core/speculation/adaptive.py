@@ -6,9 +6,9 @@ second is chosen. A row's rate at a depth is the share of accepted drafts there,
 predecessors were accepted. Recent results count more, and a row with few results is taken to be
 like the mean of all rows.
 
-Steps with small drafts show nothing about larger ones. Rarely, a step therefore has drafts of the
-next larger size, which is paid for from a small share of the time (``EXPLORED``). It costs nothing
-if its drafts are accepted, and is then repeated at once.
+Steps with small drafts show nothing about larger ones. A step therefore has drafts of the next
+larger size when most rows are new, and otherwise rarely, which is paid for from a small share of
+the time (``EXPLORED``). It costs nothing if its drafts are accepted, and is then repeated at once.
 
 Everything is computed on the host from committed results only, and is deterministic. A step of the
 same rows as the one before keeps its size for ``DECIDED_STEPS`` steps, and their results are added
@@ -35,11 +35,15 @@ EXPLORED = 0.008  #: share of the time that explorations may lose
 HYSTERESIS = 0.02
 ROW_STEPS = 70.0  #: verify steps of a row that count, about; older ones count less and less
 MEAN_DECAY = 0.98  #: weight of the older results of all rows with each step
-PRIOR_RESULTS = 4.0  #: results of a row that the mean of all rows counts like
+PRIOR_RESULTS = 4.0  #: results of a row that the mean of the step's rows counts like
+POOLED_RESULTS = 4.0  #: results of the step's rows that the mean of all rows counts like
 FIRST_RATE = 0.7  #: mean rate before any result
 FIRST_RESULTS = 8.0  #: results that ``FIRST_RATE`` counts like
 #: steps of the same rows with one decision: choosing and adding results takes 40 us of the host
 DECIDED_STEPS = 8
+#: committed steps after which an exploration is free once half of the rows are new, because their
+#: acceptance is not known; at one row a rejected draft costs about two thirds of a step
+FRESH_STEPS = 25
 #: committed steps after which an exploration that never came back is forgotten
 FORGOTTEN_STEPS = 4
 
@@ -51,11 +55,13 @@ class _Exploration:
     Attributes:
         place: place of its size among the sizes.
         seconds_per_token: those of the size that would have been chosen.
+        free: it is not charged.
         steps: committed steps since.
     """
 
     place: int
     seconds_per_token: float
+    free: bool = False
     steps: int = 0
 
 
@@ -99,6 +105,8 @@ class AdaptivePolicy:
         self._decision: _Decision | None = None
         self._budget = 0.0  # seconds that explorations may still lose
         self._exploration: _Exploration | None = None
+        self._fresh = 0  # sequences that have begun since the last free exploration
+        self._since_free = 0  # committed steps since then
         self._results: list[Ints] = []  # tokens gained in steps that are not yet added
         self._results_of: tuple[Ints, int] = np.zeros(0, np.int32), 0  # their rows, place of size
 
@@ -135,19 +143,24 @@ class AdaptivePolicy:
         chosen = self._chosen
         if self._exploration is None and chosen + 1 < len(self.shapes):
             each = float(seconds[chosen] / expected[chosen])
-            if self._budget >= seconds[chosen + 1] - len(rows) * each:
-                self._exploration = _Exploration(chosen + 1, each)
+            free = 2 * self._fresh >= len(rows) and self._since_free >= FRESH_STEPS
+            if free or self._budget >= seconds[chosen + 1] - len(rows) * each:
+                self._exploration = _Exploration(chosen + 1, each, free)
+                if free:
+                    self._fresh = self._since_free = 0
                 return self.shapes[chosen + 1]
         return self.shapes[chosen]
 
     def expected(self, rows: Ints) -> Floats:
         """Return the expected tokens of a step of ``rows`` for each size of the drafts."""
-        gained = [
-            window.rates(rows, accepted / results, PRIOR_RESULTS).cumprod(1).sum(0).cumsum()
-            for window, accepted, results in zip(
-                self._windows, self._mean_accepted, self._mean_results
-            )
-        ]
+        gained = []
+        for window, accepted, results in zip(
+            self._windows, self._mean_accepted, self._mean_results
+        ):
+            reached, taken = window.totals(rows)
+            prior = taken + POOLED_RESULTS * accepted / results
+            rates = window.rates(rows, prior / (reached + POOLED_RESULTS), PRIOR_RESULTS)
+            gained.append(rates.cumprod(1).sum(0).cumsum())
         return len(rows) + np.array(
             [
                 gained[kind][steps - 1] if steps else 0.0
@@ -159,6 +172,7 @@ class AdaptivePolicy:
         place = self._places[shape]
         seconds = float(self._seconds[place, len(rows)])
         self._budget = min(self._budget + EXPLORED * seconds, float(self._seconds[-1, len(rows)]))
+        self._since_free += 1
         if self._exploration is not None:
             self._settle(self._exploration, place, seconds, int(counts.sum()))
         if not shape.steps:
@@ -184,18 +198,22 @@ class AdaptivePolicy:
         means = self._mean_results[kind, :steps], self._mean_accepted[kind, :steps]
         for mean, least in zip(means, (depths, depths + 1)):
             mean *= MEAN_DECAY ** len(counts)
-            mean += (counts[:, :, None] > least).sum((0, 1))
+            mean += (counts[:, :, None] > least).mean(1).sum(0)
 
     def _settle(self, exploration: _Exploration, place: int, seconds: float, tokens: int) -> None:
         """Charge an exploration that has come back for the time that it has lost."""
         exploration.steps += 1
         if exploration.place == place:
-            self._budget -= max(0.0, seconds - tokens * exploration.seconds_per_token)
+            lost = max(0.0, seconds - tokens * exploration.seconds_per_token)
+            self._budget -= 0.0 if exploration.free else lost
             self._exploration = None
+            self._decision = None  # the result counts at once
         elif exploration.steps > FORGOTTEN_STEPS:
             self._exploration = None
 
     def forget(self, row: int) -> None:
+        self._fresh += 1
+        self._decision = None
         self._add_results()
         for window in self._windows:
             window.clear(row)

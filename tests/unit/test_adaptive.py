@@ -10,7 +10,7 @@ import pytest
 
 from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
 from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape, shorter_shapes
-from glowplug.core.speculation.adaptive import EXPLORED, AdaptivePolicy
+from glowplug.core.speculation.adaptive import DECIDED_STEPS, EXPLORED, AdaptivePolicy
 from tests.support.draft_simulation import (
     chain_costs,
     fixed_speed,
@@ -97,6 +97,42 @@ def test_explorations_lose_a_small_share_of_the_time() -> None:
     assert none is not None
     lost = sum(step[0] for step in steps) - 5000 * none.at(4)
     assert lost <= 1.2 * EXPLORED * sum(step[0] for step in steps)
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_new_sequences_are_tried_at_once(rows: int) -> None:
+    """Drafts come back soon with sequences that accept them, after others that accepted none."""
+    policy = AdaptivePolicy(SHAPES, COSTS["slice"], 256)
+    members = np.arange(rows, dtype=np.int32)
+    for _ in range(400):
+        shape = policy.choose(members, rows)
+        policy.observe(members, shape, np.ones(rows, np.int32))
+    assert shape == NO_DRAFTS
+    for row in range(rows):
+        policy.forget(row)
+    tried = []
+    for _ in range(60):
+        tried.append(policy.choose(members, rows).steps)
+        policy.observe(members, SHAPES[tried[-1] and 1], np.full(rows, 1 + min(tried[-1], 1)))
+    assert any(tried[:2]), "the first steps of new sequences"
+    assert rows == 1 or min(tried[20:]) > 0
+
+
+def test_a_choice_holds_for_some_steps_of_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = AdaptivePolicy(SHAPES, COSTS["model"], 8)
+    decided = []
+    expected = policy.expected
+    monkeypatch.setattr(
+        policy, "expected", lambda rows: decided.append(len(rows)) or expected(rows)
+    )
+    rows = np.arange(4, dtype=np.int32)
+    for _ in range(4 * DECIDED_STEPS):
+        policy.observe(rows, policy.choose(rows, 4), np.full(4, 2, np.int32))
+    assert 4 <= len(decided) <= 8
+    policy.choose(rows[:3], 4)
+    assert decided[-1] == 3, "other rows are decided on at once"
+    policy.choose(rows[:3], 8)
+    assert len(decided) <= 10 and decided[-2:] == [3, 3]
 
 
 def test_one_unpredictable_row_does_not_decide_for_all() -> None:
