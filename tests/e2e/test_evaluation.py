@@ -278,6 +278,7 @@ def test_an_engine_option_beside_a_server_is_refused(
     assert "--set is an option of the engine" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # another test's event loop may take the signal in a process of several tests
 def test_an_interrupted_run_keeps_its_answers(tmp_path: Path) -> None:
     data = tmp_path / "test.jsonl"
     write_gsm8k(data, 20)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from glowplug.entrypoints.cli.flags.table import FLAGS
 from tests.support import published_commands as published
@@ -54,7 +55,15 @@ def test_the_page_has_a_row_for_each_line_and_tool() -> None:
     assert len(rows) == len(LINES) + len(TOOLS) + len(tags)
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.source}-{line.options[-60:]}")
+def marked(line: published.Published) -> ParameterSet:
+    """Return a line as a parameter; those that compile, or start several engines, are slow."""
+    compiled = ("--enable-torch-compile", "--torch-compile-max-bs 1 --disable")
+    slow = "speculative" in line.program or any(word in line.options for word in compiled)
+    name = f"{line.source}-{line.options[-60:]}"
+    return pytest.param(line, id=name, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("line", map(marked, LINES))
 def test_a_published_line_is_planned_and_run_as_the_page_states(line: published.Published) -> None:
     text = f"{line.program} {line.options}".strip()
     ours = line.ours.split()[2]

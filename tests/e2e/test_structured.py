@@ -48,17 +48,21 @@ def engine(checks: dict[str, GrammarChecks], monkeypatch: pytest.MonkeyPatch) ->
     return opened
 
 
-@pytest.mark.parametrize("config", [{}, CHAIN, TREE], ids=["none", "chain", "tree"])
+@pytest.mark.parametrize(
+    "config",
+    [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in (CHAIN, TREE))],
+    ids=["none", "chain", "tree"],
+)
 def test_every_finished_answer_follows_its_schema(engine: Any, config: dict[str, Any]) -> None:
     with engine(**config) as llm:
-        whole = run(llm, range(10), streamed=False, thinking=False)
-        streamed = run(llm, range(3), streamed=True, thinking=False)
-        thought = run(llm, range(10, 14), streamed=False, thinking=True)
+        whole = run(llm, range(4), streamed=False, thinking=False)
+        streamed = run(llm, range(2), streamed=True, thinking=False)
+        thought = run(llm, range(10, 12), streamed=False, thinking=True)
         assert llm.stats.masked_steps > 0 and llm.stats.mask_waits == 0
         assert llm.control("check")
     for found in (whole, streamed, thought):
         assert found.wrong == [] and found.finished > 0
-    assert streamed.texts == whole.texts[:3]
+    assert streamed.texts == whole.texts[:2]
     assert all("</think>" in text for text in thought.texts)
 
 

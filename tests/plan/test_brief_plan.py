@@ -123,7 +123,7 @@ def test_the_brief_plan_is_short(
     plugins: PluginSet, tmp_path: Path, sheet: str, words: list[str]
 ) -> None:
     plan = given(plugins, "--facts", written_sheet(tmp_path, sheet), *words).plan()
-    assert len(brief(plan)) <= 24 and len(brief(plan)) < len(render(plan, 120).splitlines()) / 2
+    assert len(brief(plan)) <= 28 and len(brief(plan)) < len(render(plan, 120).splitlines()) / 2
 
 
 def glowplug(*words: str) -> subprocess.CompletedProcess[str]:

@@ -35,7 +35,7 @@ PACKAGES = {
     "triton": "3.6.0",
     "sglang-kernel": "0.4.2.post2",
     "sgl-deep-gemm": "0.1.0",
-    "flashinfer-python": "0.6.11",
+    "flashinfer-python": "0.6.11.post1",
     "ray": "2.50.0",
 }
 LEFT_OPEN = ("auto", None)  #: values that leave the choice to the plan
@@ -55,6 +55,8 @@ FITTING: dict[str, list[Any]] = {
     "port": [0, 4],
     "seed": [3],
     "max_body_bytes": [1 << 16],
+    "max_bytes": [1 << 10],
+    "compile_bytes": [1 << 28],
     "batch_sizes": [[1, 2]],
     "prefill_tokens": [[16, 64]],
     "cors_origins": [["http://a"]],
@@ -275,6 +277,7 @@ WORDS: dict[str, list[str]] = {
     "--load-format": ["dummy"],
     "--quantization": ["block_fp8"],
     "--attention-backend": ["triton"],
+    "--grammar-backend": ["none"],
     "--kv-cache-dtype": ["bfloat16"],
     "--page-size": ["64"],
     "--ep-size": ["2", "--tp", "2"],

@@ -103,6 +103,7 @@ TWO_HOSTS = {
 }
 #: command line of a page -> values of its plan
 PAGE_PLANS: dict[str, Values] = {
+    "--model embedded --dtype bfloat16": {"ranks": 1, "dtype": "bfloat16"},
     "--model /models/DeepSeek-V2-Lite": {
         "ranks": 1,
         "model.family": "deepseek_v2",
@@ -648,6 +649,7 @@ BESIDES: dict[str, Values] = {
         "option.speculative.prompt_lookup_max": 4,
         "option.speculative.prompt_lookup_min": 2,
     },
+    "--disable-draft-extend-cuda-graph": {"option.graphs.draft_extend": False},
     "--enable-tokenizer-info-endpoint": {"server.tokenizer_info": True},
     "--no-enable-tokenizer-info-endpoint": {"server.tokenizer_info": False},
 }

@@ -56,7 +56,7 @@ def with_shape(words: Sequence[str]) -> list[str]:
 def machine_for(words: Sequence[str]) -> HardwareFacts:
     """Return the smallest ready sheet with as many GPUs as a command line needs.
 
-    Ray is added to its packages if the command line names the executor ``ray``.
+    The packages Ray and xgrammar are added if the command line names their component.
     """
     sizes = [
         int(value)
@@ -65,6 +65,7 @@ def machine_for(words: Sequence[str]) -> HardwareFacts:
     ]
     ranks = max(sizes, default=1)
     machine = read_sheet("1xh200" if ranks == 1 else "8xh200" if ranks <= 8 else "2x8xh200")
-    if "ray" in words:
-        machine = replace(machine, packages={**(machine.packages or {}), "ray": "2.60"})
+    for name, version in (("ray", "2.60"), ("xgrammar", "0.2.8")):
+        if name in words:
+            machine = replace(machine, packages={**(machine.packages or {}), name: version})
     return machine

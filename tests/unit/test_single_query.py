@@ -48,6 +48,8 @@ def test_one_row_runs_and_a_refused_one_gives_its_reason(
         str(output),
         "--set",
         "executor.use=inline",
+        "--set",
+        "speculative.adaptive=false",
     ]
     assert single_query.run(parser.parse_args(words)) == 0
     runs, refused = json.loads(output.read_text())["rows"]
