@@ -22,7 +22,7 @@ from glowplug.entrypoints.bench.others.drafts import (
     counted,
     with_simulation,
 )
-from glowplug.entrypoints.bench.others.engine_options import engine_config
+from glowplug.entrypoints.bench.others.engine_options import add_batch_options, engine_config
 from glowplug.entrypoints.bench.others.floor import StepFloor, known_card
 from glowplug.entrypoints.bench.others.in_process import (
     BatchTimes,
@@ -57,20 +57,7 @@ COLUMNS = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch")
-    group.add_argument(
-        "--batch-size",
-        "--batch",
-        type=int,
-        nargs="+",
-        default=[1],
-        help="number of sequences; one run for each combination of the batch options",
-    )
-    group.add_argument(
-        "--input-len", "--input", type=int, nargs="+", default=[1024], help="prompt tokens"
-    )
-    group.add_argument(
-        "--output-len", "--output", type=int, nargs="+", default=[16], help="tokens to generate"
-    )
+    add_batch_options(group, "run")
     group.add_argument(
         "--repeat",
         type=int,

@@ -22,7 +22,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.local_server import LocalServer
 from glowplug.entrypoints.bench.others import report
-from glowplug.entrypoints.bench.others.engine_options import engine_config
+from glowplug.entrypoints.bench.others.engine_options import add_batch_options, engine_config
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.front import event_loop
 
@@ -40,20 +40,7 @@ FALLBACK_VOCAB = 1000  #: token ids below this exist in every known vocabulary
 
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch")
-    group.add_argument(
-        "--batch-size",
-        "--batch",
-        type=int,
-        nargs="+",
-        default=[1],
-        help="number of sequences; one request for each combination of the batch options",
-    )
-    group.add_argument(
-        "--input-len", "--input", type=int, nargs="+", default=[1024], help="prompt tokens"
-    )
-    group.add_argument(
-        "--output-len", "--output", type=int, nargs="+", default=[16], help="tokens to generate"
-    )
+    add_batch_options(group, "request")
     group.add_argument("--run-name", default="default", help="name stored in the record")
     group.add_argument(
         "--base-url", help="URL of a running server; default: one is started with these options"

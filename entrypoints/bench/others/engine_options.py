@@ -42,3 +42,26 @@ def engine_config(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(refusals, given.source)
     extra = {"plugins": tuple(args.extra_plugins)} if args.extra_plugins else {}
     return {**given.config, **extra}
+
+
+def add_batch_options(group: argparse._ArgumentGroup, each: str) -> None:
+    """Add the options that describe static batches.
+
+    Args:
+        group: the group of options.
+        each: what is done for each combination of the options, for the help: "run", "request".
+    """
+    group.add_argument(
+        "--batch-size",
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1],
+        help=f"number of sequences; one {each} for each combination of the batch options",
+    )
+    group.add_argument(
+        "--input-len", "--input", type=int, nargs="+", default=[1024], help="prompt tokens"
+    )
+    group.add_argument(
+        "--output-len", "--output", type=int, nargs="+", default=[16], help="tokens to generate"
+    )

@@ -132,12 +132,13 @@ class ModelDrafts(DraftPasses):
     # ---- acceptance ------------------------------------------------------------------------------
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
-        chain = batch.tree is None
-        if self._on_host and chain and batch.num_decodes == batch.num_rows > 0:
+        chains = batch.tree is None and batch.num_decodes == batch.num_rows > 0
+        if self._on_host and chains:
             return self._accept_on_host(logits, hidden, batch, sampler)
         apart = self._draft_extend.apart and batch.pieces is not DIRECT
-        # NOTE: the fused bookkeeping leaves no tensors behind from which ``_extend`` could follow
-        if chain and batch.num_decodes == batch.num_rows > 0 and not apart:
+        # NOTE: the fused kernels return the uncached tokens only within the captured piece, so
+        # ``_extend`` could not run after it
+        if chains and not apart:
             return self._accept_chains(logits, hidden, batch, sampler)
         ends = self._ends(batch)
         shape = self._shape_of(batch)
@@ -165,7 +166,7 @@ class ModelDrafts(DraftPasses):
             logits, hidden, batch, sampler, states, self._page_size, self._context
         )
         if len(lacking.tokens) or self._grouped:
-            # a captured piece may not call ``_draft_extend``; eager chains need no gather
+            # not ``_draft_extend``, which is for eager steps: most of these are captured
             self._model.fill(lacking.tokens, lacking.positions, lacking.kv_slots, lacking.hidden)
         return accepted
 
