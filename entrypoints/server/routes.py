@@ -23,6 +23,7 @@ from glowplug.entrypoints.server.protocol.native import (
     ProfileRequest,
     TokenizeRequest,
 )
+from glowplug.entrypoints.server.refused import REASONS, refusal
 
 ERRORS = {
     400: "The request is wrong; `error.param` names the field.",
@@ -48,7 +49,8 @@ class HttpRoute:
         path, methods: path and HTTP methods.
         endpoint: coroutine that handles a request.
         tag: heading in ``/openapi.json``.
-        answer: model of the response body for ``/openapi.json``; None: plain text.
+        answer: model of the response body for ``/openapi.json``; None: plain text. With
+            ``ErrorBody`` the route refuses every request.
         body: model of the request body for ``/openapi.json``; None: no body.
         stream: the route can also respond with server-sent events.
         admin: the route needs the admin key.
@@ -76,13 +78,11 @@ class HttpRoute:
             good["content"] = {
                 "text/event-stream": {"schema": {"description": "data: events, then data: [DONE]"}}
             }
-        return {
-            200: good,
-            **{
-                code: {"model": responses.ErrorBody, "description": text}
-                for code, text in ERRORS.items()
-            },
+        bad: dict[int | str, dict[str, Any]] = {
+            code: {"model": responses.ErrorBody, "description": text}
+            for code, text in ERRORS.items()
         }
+        return bad if self.answer is responses.ErrorBody else {200: good, **bad}
 
     def request(self) -> dict[str, Any] | None:
         """Return the entry for the request body in ``/openapi.json``; None without a body."""
@@ -195,4 +195,5 @@ ROUTES: tuple[HttpRoute, ...] = (
     HttpRoute(
         "/stop_profile", operations.stop_profile, _GET_POST, _OPERATIONS, responses.Done, admin=True
     ),
+    *(HttpRoute(path, refusal(path), _POST, _OPENAI, responses.ErrorBody) for path in REASONS),
 )
