@@ -274,7 +274,7 @@ class GrammarOffers(Offers):
 
 
 #: kinds of ``Piece`` that answers can carry beside "content"; parsers of other kinds are refused
-CARRIED_KINDS = frozenset({"reasoning"})
+CARRIED_KINDS = frozenset({"reasoning", "tool_call"})
 
 
 @dataclass(frozen=True)

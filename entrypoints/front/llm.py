@@ -25,6 +25,8 @@ from glowplug.core.startup.components import build_component
 from glowplug.core.step.messages import Abort, Control, Reply, decode_outbound, encode
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.front import inputs
+from glowplug.entrypoints.front.chat.answers import answer_form
+from glowplug.entrypoints.front.chat.turn import Turn
 from glowplug.entrypoints.front.completion import Completion as Completion, choices_of
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
@@ -32,7 +34,6 @@ from glowplug.entrypoints.front.grammar_checks import GrammarChecks
 from glowplug.entrypoints.front.inputs import Message, Prompt
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
 from glowplug.entrypoints.front.open_engine import start_executor
-from glowplug.entrypoints.front.reasoning_tags import PROMPT_TAIL_CHARS, after_reasoning
 
 #: section of the configuration that only the server uses -> why it has no effect here
 UNUSED_SECTIONS = {
@@ -243,12 +244,10 @@ class LLM:
             raise RequestError(
                 "this engine runs without a tokenizer: chat needs one", param="messages"
             )
-        text = self.tokenizer.apply_chat_template(messages, **template)
-        thinking = template.get("thinking", template.get("enable_thinking"))
-        return (
-            self.tokenizer.encode(text, add_special_tokens=False),
-            after_reasoning(params, self._parsers, text[-PROMPT_TAIL_CHARS:], thinking),
-        )
+        turn = Turn(messages, template=template)
+        text = turn.prompt_text(self.tokenizer)
+        form = answer_form(turn.output_request(text), self._parsers, params)
+        return self.tokenizer.encode(text, add_special_tokens=False), form.params
 
     @cached_property
     def _parsers(self) -> list[OutputParserFactory]:

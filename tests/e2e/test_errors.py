@@ -120,9 +120,9 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
         CHAT,
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         "tools",
-        "not supported yet; leave it out",
+        "start it with --tool-call-parser",
     ),
-    (CHAT, {"tool_choice": "required"}, "tool_choice", "not supported yet"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
     (CHAT, {"response_format": {"type": "json_object"}}, None, "grammar.use = none"),
     (
         CHAT,

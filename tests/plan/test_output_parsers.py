@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -162,18 +161,15 @@ def test_the_flag_for_tool_calls_takes_nothing_else(
 def test_a_piece_of_an_undeclared_kind_fails_its_request() -> None:
     """Text of a kind that a parser does not offer must not end up in the content."""
     from glowplug.core.protocols import Piece
+    from glowplug.entrypoints.front.chat.answers import AnswerParser
     from glowplug.entrypoints.front.delta import Delta
-    from glowplug.entrypoints.server.generate.reasoning import ReasoningSplitter
 
-    class Factory:
-        def start(self, prompt_tail: str, thinking: bool | None = None) -> Any:
-            return self
-
+    class Unknown:
         def feed(self, text: str) -> list[Piece]:
-            return [Piece("tool_call", text)]
+            return [Piece("audio", text)]
 
         def finish(self) -> list[Piece]:
             return []
 
-    with pytest.raises(ValueError, match="'tool_call'"):
-        ReasoningSplitter([Factory()], "", None).feed(Delta(text="get_weather", token_ids=[1]))
+    with pytest.raises(ValueError, match="'audio'"):
+        AnswerParser([Unknown()]).feed(Delta(text="get_weather", token_ids=[1]))

@@ -28,8 +28,6 @@ IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
-        "tool_choice",
         "spaces_between_special_tokens",
         "detokenize",
         "stream_interval",
@@ -94,17 +92,8 @@ def unknown_fields(extras: Mapping[str, Any]) -> list[str]:
     for name, value in extras.items():
         if name in REFUSED and value:
             raise RequestError(f"{name} {REFUSED[name]}", param=name, code="unsupported_parameter")
-    _check_tool_choice(extras.get("tool_choice"))
     known = IGNORED | REFUSED.keys()
     return [name for name in extras if name not in known]
-
-
-def _check_tool_choice(value: Any) -> None:
-    """Raise RequestError if ``tool_choice`` needs tool calls."""
-    if value not in (None, "none", "auto"):
-        raise RequestError(
-            f"tool_choice {_UNSUPPORTED}", param="tool_choice", code="unsupported_parameter"
-        )
 
 
 def openai_params(
