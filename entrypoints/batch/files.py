@@ -16,7 +16,7 @@ import orjson
 from glowplug.entrypoints.server.refused import REASONS
 
 #: routes that a batch may use
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_ID_CHARS = 512  #: longest ``custom_id``
 SERVER_FAULT = 500  #: HTTP statuses from here on are repeated by a resumed run
 

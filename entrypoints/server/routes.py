@@ -11,11 +11,19 @@ from starlette.responses import Response
 
 from glowplug.core.facts.expert_load import ExpertLoad
 from glowplug.entrypoints.server import operations
+from glowplug.entrypoints.server.messages import create as messages
 from glowplug.entrypoints.server.native import generate, tokenize
 from glowplug.entrypoints.server.openai import chat, completions
 from glowplug.entrypoints.server.protocol import responses
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
+from glowplug.entrypoints.server.protocol.messages import (
+    CountRequest,
+    MessageBody,
+    MessageError,
+    MessagesRequest,
+    TokensCount,
+)
 from glowplug.entrypoints.server.protocol.native import (
     AbortRequest,
     DetokenizeRequest,
@@ -23,7 +31,14 @@ from glowplug.entrypoints.server.protocol.native import (
     ProfileRequest,
     TokenizeRequest,
 )
+from glowplug.entrypoints.server.protocol.response_body import (
+    DeletedResponse,
+    InputItemList,
+    ResponseBody,
+)
+from glowplug.entrypoints.server.protocol.response_request import ResponseRequest
 from glowplug.entrypoints.server.refused import REASONS, refusal
+from glowplug.entrypoints.server.responses import create, stored
 
 ERRORS = {
     400: "The request is wrong; `error.param` names the field.",
@@ -55,6 +70,7 @@ class HttpRoute:
         stream: the route can also respond with server-sent events.
         admin: the route needs the admin key.
         poll: monitors call the route periodically; its requests are logged at level debug.
+        error: model of the body of errors.
     """
 
     path: str
@@ -66,6 +82,7 @@ class HttpRoute:
     stream: bool = False
     admin: bool = False
     poll: bool = False
+    error: type[BaseModel] = responses.ErrorBody
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         """Return FastAPI's argument ``responses``: the models of regular and error responses."""
@@ -79,8 +96,7 @@ class HttpRoute:
                 "text/event-stream": {"schema": {"description": "data: events, then data: [DONE]"}}
             }
         bad: dict[int | str, dict[str, Any]] = {
-            code: {"model": responses.ErrorBody, "description": text}
-            for code, text in ERRORS.items()
+            code: {"model": self.error, "description": text} for code, text in ERRORS.items()
         }
         return bad if self.answer is responses.ErrorBody else {200: good, **bad}
 
@@ -101,6 +117,7 @@ _GET = ("GET",)
 _POST = ("POST",)
 _GET_POST = ("GET", "POST")
 _OPENAI = "OpenAI"
+_ANTHROPIC = "Anthropic"
 _NATIVE = "native"
 _TEXT = "text"
 _OPERATIONS = "operations"
@@ -123,6 +140,40 @@ ROUTES: tuple[HttpRoute, ...] = (
         responses.Completion,
         CompletionRequest,
         stream=True,
+    ),
+    HttpRoute(
+        "/v1/responses",
+        create.create,
+        _POST,
+        _OPENAI,
+        ResponseBody,
+        ResponseRequest,
+        stream=True,
+    ),
+    HttpRoute("/v1/responses/{response_id}", stored.retrieve, _GET, _OPENAI, ResponseBody),
+    HttpRoute("/v1/responses/{response_id}", stored.delete, ("DELETE",), _OPENAI, DeletedResponse),
+    HttpRoute("/v1/responses/{response_id}/cancel", stored.cancel, _POST, _OPENAI, ResponseBody),
+    HttpRoute(
+        "/v1/responses/{response_id}/input_items", stored.list_items, _GET, _OPENAI, InputItemList
+    ),
+    HttpRoute(
+        "/v1/messages",
+        messages.create,
+        _POST,
+        _ANTHROPIC,
+        MessageBody,
+        MessagesRequest,
+        stream=True,
+        error=MessageError,
+    ),
+    HttpRoute(
+        "/v1/messages/count_tokens",
+        messages.count_tokens,
+        _POST,
+        _ANTHROPIC,
+        TokensCount,
+        CountRequest,
+        error=MessageError,
     ),
     HttpRoute("/v1/models", tokenize.models, _GET, _OPENAI, responses.ModelList),
     HttpRoute("/v1/models/{model:path}", tokenize.model, _GET, _OPENAI, responses.ModelCard),
