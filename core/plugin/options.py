@@ -348,14 +348,8 @@ class ServerOptions(Section):
     stream_interval: int = Field(
         1, ge=1, description="tokens in each event of a stream after the first"
     )
-    stored_responses: int = Field(
-        1000,
-        ge=0,
-        description="most responses of /v1/responses kept in memory; 0: none is kept",
-    )
-    stored_response_bytes: int = Field(
-        256 << 20, ge=1024, description="most bytes of the responses kept in memory"
-    )
+    stored_responses: int = Field(1000, ge=0, description="most stored responses; 0: none")
+    stored_response_bytes: int = Field(256 << 20, ge=1024, description="their most bytes")
     tokenizer_info: bool = Field(
         True, description="serve /tokenizer_info: special tokens and the chat template"
     )

@@ -135,7 +135,7 @@ def _run(
     """
     from glowplug.entrypoints.batch.files import OutputFile, read_input
     from glowplug.entrypoints.batch.local_app import local_app
-    from glowplug.entrypoints.batch.run import Batch
+    from glowplug.entrypoints.batch.run import BatchRun
     from glowplug.entrypoints.bench.load.load import progress
     from glowplug.entrypoints.front import event_loop
     from glowplug.entrypoints.server.logs import stats_lines
@@ -150,7 +150,7 @@ def _run(
         async with local_app(plan, plugins, executor) as app:
             stats = asyncio.create_task(stats_lines(app.context.client, log))
             try:
-                batch = Batch(app, read_input(Path(args.input_file)), output, advance)
+                batch = BatchRun(app, read_input(Path(args.input_file)), output, advance)
                 return await batch.run(min(most, sizes.max_admitted), limit)
             finally:
                 stats.cancel()

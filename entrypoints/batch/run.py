@@ -44,7 +44,7 @@ class Totals:
     interrupted: bool = False
 
 
-class Batch:
+class BatchRun:
     """A run of a batch.
 
     Args:

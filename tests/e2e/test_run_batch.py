@@ -15,7 +15,7 @@ import pytest
 from glowplug.core.errors import EngineDead
 from glowplug.entrypoints.batch.files import OutputFile, read_input
 from glowplug.entrypoints.batch.local_app import LocalApp
-from glowplug.entrypoints.batch.run import Batch, Totals
+from glowplug.entrypoints.batch.run import BatchRun, Totals
 from glowplug.entrypoints.cli.main import main
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server.app import create_app
@@ -63,7 +63,7 @@ def run(
     resume: bool = False,
     in_flight: int = 8,
     finished: Callable[[], None] = lambda: None,
-    batches: list[Batch] | None = None,
+    batches: list[BatchRun] | None = None,
     **config: Any,
 ) -> Totals:
     """Run a batch over the fake engine. ``batches`` gets the batch when it begins."""
@@ -81,7 +81,7 @@ def run(
         try:
             await client.start(start)
             with OutputFile(target, resume) as output:
-                batch = Batch(app, read_input(source), output, finished)
+                batch = BatchRun(app, read_input(source), output, finished)
                 if batches is not None:
                     batches.append(batch)
                 return await batch.run(in_flight, 5.0)
@@ -219,7 +219,7 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
 
 
 def test_a_signal_finishes_what_is_in_flight(tmp_path: Path) -> None:
-    batches: list[Batch] = []
+    batches: list[BatchRun] = []
     signals: list[int] = []
 
     def held() -> bool:

@@ -245,7 +245,7 @@ class ResponseEvents(ResponseAnswer):
 
 
 async def recorded(
-    context: Context, deltas: Deltas, answer: ResponseAnswer, entry: StoredResponse
+    context: Context, deltas: Deltas, answer: ResponseAnswer, entry: StoredResponse | None
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """Yield the deltas of a response, and store its object when they end.
 
@@ -256,23 +256,29 @@ async def recorded(
         context: the server's context.
         deltas: the deltas.
         answer: the answer made of them.
-        entry: the response as it is stored while it is in progress.
+        entry: the response as it is stored while it is in progress; None: it is not stored.
     """
     error: Exception | None = None
     begun = False
     try:
         async with aclosing(deltas) as source:
             async for item in source:
-                if not begun:
+                if not begun and entry is not None:
                     context.stored.add(entry)
-                    begun = True
+                begun = True
                 yield item
     except Exception as caught:
         error = caught
         raise
     finally:
-        if begun and answer.announced:
-            body = answer.body() if error is None else answer.failed(error)
-            context.stored.finish(entry.id, orjson.dumps(body))
-        elif begun:
-            context.stored.discard(entry.id)
+        if begun and entry is not None:
+            _finish(context, answer, entry.id, error)
+
+
+def _finish(context: Context, answer: ResponseAnswer, id: str, error: Exception | None) -> None:
+    """Store the object of an ended response, or remove a response with an unknown id."""
+    if answer.announced:
+        body = answer.body() if error is None else answer.failed(error)
+        context.stored.finish(id, orjson.dumps(body))
+    else:
+        context.stored.discard(id)

@@ -46,20 +46,16 @@ async def create(
     context: Annotated[Context, Depends(get_context)],
 ) -> Response:
     context.check_model(body.model)
-    check_fields(body)
-    unknown = {name: value for name, value in body.extras().items() if name not in REFUSED}
-    headers = warning_headers(unknown)
+    headers = warning_headers(check_fields(body))
     stored = _is_stored(context, body)
     with renamed(NAMES):
         prepared = await _prepared(context, body)
         job = await openai_job(request, context, body, [prepared.prompt], [prepared.form.params])
     made = ResponseObject(context, body, stored)
-    answer = (ResponseEvents if body.stream else WholeResponse)(
-        context, made, prepared, logprobs_of(body)
-    )
-    deltas = job.run(context)
-    if stored:
-        deltas = recorded(context, deltas, answer, _entry(body, made, job))
+    kind = ResponseEvents if body.stream else WholeResponse
+    answer = kind(context, made, prepared, logprobs_of(body))
+    entry = _entry(body, made, job) if stored else None
+    deltas = recorded(context, job.run(context), answer, entry)
     if isinstance(answer, ResponseEvents):
         return stream_deltas(context, deltas, answer, headers, answer.failure)
     return await whole_deltas(request, context, deltas, answer, headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from glowplug.core.errors import RequestError
 from glowplug.entrypoints.server.generate.params import refuse, unsupported
@@ -31,14 +32,18 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-def check_fields(body: ResponseRequest) -> None:
+def check_fields(body: ResponseRequest) -> dict[str, Any]:
     """Check the fields that have only some of their published values here.
 
+    Returns:
+        The fields that the body's model does not declare and that have no known effect.
+
     Raises:
-        RequestError: a value has no support.
+        RequestError: a field or value has no support.
     """
+    extras = body.extras()
     declared = {name: getattr(body, name) for name in REFUSED if name in type(body).model_fields}
-    refuse({**body.extras(), **declared}, REFUSED)
+    refuse({**extras, **declared}, REFUSED)
     if body.n not in (None, 1):
         raise unsupported("n", "is not supported: a response has one answer")
     if body.service_tier not in (None, "auto", "default"):
@@ -55,6 +60,7 @@ def check_fields(body: ResponseRequest) -> None:
             raise unsupported(
                 "include", f"has {value[:64]!r}; supported are {LOGPROBS} and {ENCRYPTED}"
             )
+    return {name: value for name, value in extras.items() if name not in REFUSED}
 
 
 def _check_text(body: ResponseRequest) -> None:
