@@ -273,7 +273,7 @@ class GrammarOffers(Offers):
     kinds_of_grammar: frozenset[str] = frozenset()
 
 
-#: kinds of ``Piece`` that answers can carry beside "content"; parsers of other kinds are refused
+#: kinds of ``Piece`` that answers can have beside "content"; parsers of other kinds are refused
 CARRIED_KINDS = frozenset({"reasoning", "tool_call"})
 
 

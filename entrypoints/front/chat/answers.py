@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 from glowplug.core.errors import RequestError
 from glowplug.core.protocols import (
@@ -265,6 +265,11 @@ class ToolCall:
         """The arguments as JSON text; invalid JSON if the answer ended within the call."""
         return "".join(self.parts)
 
+    def described(self) -> dict[str, Any]:
+        """Return the call as in a message of OpenAI's chat API."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 @dataclass
 class AnswerParts:
@@ -291,3 +296,16 @@ class AnswerParts:
                 if "name" in data:
                     self.calls.append(ToolCall(data["id"], data["name"]))
                 self.calls[data["index"]].parts.append(piece.text)
+
+    def message(self) -> dict[str, Any]:
+        """Return the answer as a message of OpenAI's chat API, to be added to the conversation."""
+        content = "".join(self.content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or (None if self.calls else ""),
+        }
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = [call.described() for call in self.calls]
+        return message

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from glowplug.core.protocols import Piece
-from glowplug.entrypoints.front.chat.answers import AnswerParser, AnswerParts, ToolCall
+from glowplug.entrypoints.front.chat.answers import AnswerParser, AnswerParts
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, SplitEvent
@@ -167,7 +167,7 @@ class WholeChat(ChatAnswer):
         }
         self._with_reasoning(message, "".join(parts.reasoning) or None)
         if parts.calls:
-            message["tool_calls"] = [_call(call) for call in parts.calls]
+            message["tool_calls"] = [call.described() for call in parts.calls]
         logprobs = {"content": choice.logprobs, "refusal": None} if self.request.logprobs else None
         out = {
             "index": index,
@@ -178,12 +178,6 @@ class WholeChat(ChatAnswer):
         if self.request.return_token_ids:
             out["token_ids"] = choice.token_ids
         return out
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    """Return the object of a tool call in a message."""
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _call_delta(piece: Piece) -> dict[str, Any]:

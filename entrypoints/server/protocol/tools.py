@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from glowplug.entrypoints.front.chat.tools import NAME
 from glowplug.entrypoints.server.protocol.body import Body
 
 MAX_TOOLS = 1024  #: tools of a request
 MAX_CALLS = 1024  #: tool calls of a message
-NAME = r"^[A-Za-z0-9_.\-]{1,128}$"  #: pattern of a function's name
 
-FunctionName = Annotated[str, Field(pattern=NAME)]
+FunctionName = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 
 
 class FunctionSpec(Body):
