@@ -75,7 +75,7 @@ def test_every_route_is_closed_unless_listed(
     ("headers", "status"),
     [
         ({"X-Api-Key": KEY}, 200),
-        ({"X-Api-Key": f" {KEY}x"}, 401),
+        ({"X-Api-Key": f"{KEY}x"}, 401),
         ({"X-Api-Key": KEY, "Authorization": "Bearer wrong"}, 401),
         ({"X-Api-Key": "wrong", "Authorization": f"Bearer {KEY}"}, 200),
         ({"X-Api-Key": KEY, "Authorization": "Basic wrong"}, 200),
