@@ -117,7 +117,11 @@ def test_reasoning_is_an_item_of_its_own_and_can_be_turned_off(server: Served) -
     assert reasoning["summary"] == [] and message["content"][0]["text"] == "so"
     thought = [{"type": "reasoning_text", "text": "first this, then that"}]
     assert reasoning["content"] == thought
-    again = {"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
+    again = {
+        "type": "reasoning",
+        "summary": [],
+        "encrypted_content": reasoning["encrypted_content"],
+    }
     for item in (reasoning, again):
         items = [{"role": "user", "content": "a"}, item, message, {"role": "user", "content": "b"}]
         assert made(server, input=items)["usage"]["input_tokens"] == len("asob") + 5
@@ -281,7 +285,11 @@ def test_choices_among_tools(server: Served) -> None:
     assert [item["name"] for item in one] == ["get_weather"]
     none = made(server, **body, tool_choice="none")
     assert none["tool_choice"] == "none" and none["output"][0]["type"] == "message"
-    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "other"}],
+    }
     assert made(server, **body, tool_choice=allowed)["tool_choice"] == allowed
     for choice in (
         {"type": "function", "name": "third"},
