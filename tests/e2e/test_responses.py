@@ -206,6 +206,19 @@ def test_a_server_may_store_a_few_responses_or_none() -> None:
         assert len(few.context.stored) == 0 == few.context.stored.bytes
 
 
+def test_a_chain_is_no_longer_than_a_request_may_be() -> None:
+    with served_apis(server={"max_body_bytes": 100_000}) as one:
+        items = [{"role": "user", "content": "x", "note": "n" * 70_000}]
+        first = made(one, input=items)
+        made(
+            one, input="say:y", previous_response_id=first["id"], instructions="parsed in a thread"
+        )
+        second = made(one, input=items, previous_response_id=first["id"])
+        error = refused(one, input="x", previous_response_id=second["id"])
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == "previous_response_id"
+
+
 def begun(response: httpx.Response) -> tuple[str, Iterator[str]]:
     """Return the id of a streamed response from its first event, and the other lines."""
     lines = response.iter_lines()
