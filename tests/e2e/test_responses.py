@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from glowplug.entrypoints.server.protocol.response_request import ResponseRequest
+from glowplug.entrypoints.server.responses.answer import split_at
 from glowplug.entrypoints.server.responses.fields import REFUSED
 from tests.e2e.chat_apis import ANSWERS, CALLS, HOSTILE, PARAMETERS, THOUGHT, nested, served_apis
 from tests.e2e.fake_engine import FakeExecutor
@@ -143,6 +144,15 @@ def test_log_probabilities_are_those_of_the_text(server: Served) -> None:
         assert {len(one["top_logprobs"]) for one in part["logprobs"]} == {2}
         assert plain(streamed(server, **body)) == plain(found)
     assert made(server, input="say:x")["output"][0]["content"][0]["logprobs"] == []
+
+
+def test_log_probabilities_of_a_text_are_those_of_its_last_occurrence() -> None:
+    entries = [
+        {"bytes": list(word.encode()), "n": n} for n, word in enumerate(["th", "in", "t", "h"])
+    ]
+    assert split_at(entries, "th") == (entries[:2], entries[2:])
+    assert split_at(entries, "nt") == (entries[:1], entries[1:3])
+    assert split_at(entries, "other") == (entries, [])
 
 
 def test_a_chain_has_all_that_was_said_but_not_the_earlier_instructions(server: Served) -> None:
