@@ -145,7 +145,7 @@ def contribute(
     Returns:
         The merged configuration, and the plugin or caller that set each default, by dotted path.
     """
-    data: dict[str, Any] = {key: plain_copy(value) for key, value in raw.items()}
+    data: dict[str, Any] = plain_copy(raw)
     sources: dict[str, str] = {}
     for path, (value, by) in contributed.items():
         section, _, key = path.partition(".")
@@ -157,12 +157,16 @@ def contribute(
             data.setdefault(section, {})[key] = value
         else:
             data[section] = plain_copy(value)
-        if isinstance(by, str):
-            sources[path] = by
-        else:
-            sources[path] = ", ".join(dict.fromkeys(by))
-            sources |= {f"{path}.{i}.use": name for i, name in enumerate(by)}
+        sources |= _sources(path, by)
     return data, sources
+
+
+def _sources(path: str, by: Contributor) -> dict[str, str]:
+    """Return the contributor of a default, and those of its items, by dotted path."""
+    if isinstance(by, str):
+        return {path: by}
+    items = {f"{path}.{i}.use": name for i, name in enumerate(by)}
+    return {path: ", ".join(dict.fromkeys(by)), **items}
 
 
 def _replaces(section: Any, contributed: tuple[Any, Contributor] | None) -> bool:
