@@ -216,3 +216,42 @@ def choices(params: SamplingParams, n: int) -> list[SamplingParams]:
     return [
         params.replace(seed=(params.seed + i + (1 << 63)) % (1 << 64) - (1 << 63)) for i in range(n)
     ]
+
+
+def refuse(values: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise RequestError for the first field that is given and refused.
+
+    Args:
+        values: fields of a body with their values.
+        reasons: refused field -> reason.
+    """
+    for name, reason in reasons.items():
+        if values.get(name):
+            raise unsupported(name, reason)
+
+
+def unsupported(param: str, reason: str) -> RequestError:
+    """Return the error for a field, or for a value of a field, without support."""
+    return RequestError(f"{param} {reason}", param=param, code="unsupported_parameter")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Make a RequestError in this context name its field as this route does.
+
+    ``names``: the field of chat completions -> the field of this route.
+    """
+    try:
+        yield
+    except RequestError as error:
+        name = names.get(error.param or "")
+        if name is None or error.param is None:
+            raise
+        message = str(error).replace(error.param, name) if "_" in error.param else str(error)
+        raise RequestError(
+            message,
+            code=error.code,
+            param=name,
+            status=error.status,
+            confidential=error.confidential,
+        ) from None

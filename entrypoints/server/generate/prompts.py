@@ -107,3 +107,25 @@ def remaining_context(context: Context, prompt: TokenizedPrompt) -> int:
     if left < 1:
         raise prompt_too_long(length, len(prompt.ids))
     return left
+
+
+def default_max_tokens(context: Context, prompt: TokenizedPrompt) -> int | None:
+    """Return the configured output limit in tokens, reduced to the room that the prompt leaves.
+
+    The result is None if no limit is configured: the engine generates up to the context length.
+    """
+    default = context.options.default_max_tokens
+    return None if default is None else min(default, remaining_context(context, prompt))
+
+
+def bounded_max_tokens(context: Context, prompt: TokenizedPrompt, wanted: int | None) -> int | None:
+    """Return an output limit in tokens, reduced to the room that the prompt leaves.
+
+    None for ``wanted`` stands for the configured limit.
+
+    Raises:
+        RequestError: no token remains.
+    """
+    if wanted is None:
+        return default_max_tokens(context, prompt)
+    return min(wanted, remaining_context(context, prompt))

@@ -46,17 +46,8 @@ def _params(context: Context, body: ChatRequest, prompt: prompts.TokenizedPrompt
     wanted = (
         body.wanted_tokens
         if body.wanted_tokens is not None
-        else _default_max_tokens(context, prompt)
+        else prompts.default_max_tokens(context, prompt)
     )
     return openai_params(
         body, max_tokens=wanted, logprobs=(body.top_logprobs or 0) if body.logprobs else None
     )
-
-
-def _default_max_tokens(context: Context, prompt: prompts.TokenizedPrompt) -> int | None:
-    """Return the configured output limit in tokens, reduced to the room that the prompt leaves.
-
-    The result is None if no limit is configured: the engine generates up to the context length.
-    """
-    default = context.options.default_max_tokens
-    return None if default is None else min(default, prompts.remaining_context(context, prompt))
