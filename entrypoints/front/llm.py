@@ -197,6 +197,12 @@ class LLM:
                         raise RequestError(reply.error)
                     return reply.data
 
+    @cached_property
+    def output_parsers(self) -> list[OutputParserFactory]:
+        """The plan's output parsers, which know the tags of a reasoning."""
+        choices = self.plan.choices_in("outputs")
+        return [build_component(self._plugins, one, self.plan, Worker()) for one in choices]
+
     @property
     def stats(self) -> Any:
         """The engine's latest statistics, a ``messages.Stats``."""
@@ -247,14 +253,8 @@ class LLM:
         thinking = template.get("thinking", template.get("enable_thinking"))
         return (
             self.tokenizer.encode(text, add_special_tokens=False),
-            after_reasoning(params, self._parsers, text[-PROMPT_TAIL_CHARS:], thinking),
+            after_reasoning(params, self.output_parsers, text[-PROMPT_TAIL_CHARS:], thinking),
         )
-
-    @cached_property
-    def _parsers(self) -> list[OutputParserFactory]:
-        """The plan's output parsers, of which the tags of a reasoning are known."""
-        choices = self.plan.choices_in("outputs")
-        return [build_component(self._plugins, one, self.plan, Worker()) for one in choices]
 
     def _check(self, ids: list[int], params: SamplingParams) -> CheckedRequest:
         """Check a prompt and its parameters, with their grammar, and return the request."""

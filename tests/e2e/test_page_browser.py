@@ -108,6 +108,27 @@ def test_settings_reach_the_engine(tab: Tab, server: Served) -> None:
     assert len(server.executor.params) == 1 and "never sent" not in tab.text("#log")
 
 
+#: a script that lists a second name of the model
+TWO_MODELS = """
+const plain = window.fetch;
+window.fetch = async (path, options) => {
+  if (path !== "v1/models") return plain(path, options);
+  return new Response(JSON.stringify({data: [{id: "fake"}, {id: "default"}]}));
+};
+"""
+
+
+def test_one_of_several_models_can_be_chosen(tab: Tab, server: Served) -> None:
+    tab.call("Page.addScriptToEvaluateOnNewDocument", source=TWO_MODELS)
+    tab.open(server.url + "/#chat")
+    tab.wait_text("#state", "ready")
+    tab.run("document.querySelector('#settings').open = true")
+    assert tab.shown("#model")
+    tab.run("document.querySelector('#model').value = 'default'")
+    send(tab, "say:hello")
+    assert wait_ended(tab).startswith("default\nhello")
+
+
 def test_stop_aborts_the_request_and_keeps_the_text(tab: Tab, server: Served) -> None:
     tab.open(server.url + "/#chat")
     tab.wait_text("#state", "ready")

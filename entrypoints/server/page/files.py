@@ -66,8 +66,8 @@ def page_files(key_required: bool) -> list[PageFile]:
     """Return the files of the page: ``/`` for INDEX, ``/page/NAME`` for the others, and SETTINGS.
 
     Args:
-        key_required: the routes that the page calls need a key. The page then asks for it before
-            it calls them.
+        key_required: the routes that the page calls need a key. The page then shows its form for
+            the key before it calls them.
     """
     folder = files(__package__) / "static"
     settings = orjson.dumps({"key_required": key_required})

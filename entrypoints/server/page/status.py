@@ -23,7 +23,8 @@ REQUESTS_MAX = 50  #: most requests that are listed
 async def status(context: Annotated[Context, Depends(get_context)]) -> Response:
     """Return the state, the requests in flight, and counters of which a client takes rates.
 
-    The engine is not asked: the statistics are its latest ones, at most 0.1 s old while it works.
+    No control is sent to the engine: the statistics are its latest ones, at most 0.1 s old while
+    it works.
     """
     client = context.client
     stats = client.stats()
