@@ -5,7 +5,8 @@ import { el, setText } from "./dom.js";
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 300;
 const HEIGHT = 80;
-export const SPAN = 300; // seconds that a chart shows
+const SPAN = 300; // most seconds that a chart shows
+const STEP = 60; // a younger chart shows a multiple of these seconds
 
 function svg(name, attributes) {
   const made = document.createElementNS(SVG, name);
@@ -32,7 +33,8 @@ export class Chart {
     this.most = most;
     this.points = []; // [time, value of each series or null]
     this.value = el("span", { class: "value" }, "–");
-    this.top = el("span", { class: "axis top" });
+    this.top = el("span", { class: "axis" });
+    this.from = el("span");
     this.picture = svg("svg", {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img",
       "aria-label": title,
@@ -50,8 +52,7 @@ export class Chart {
     this.element = el("figure", { class: "card chart" },
       el("figcaption", {}, el("span", {}, title), this.value),
       el("div", { class: "plot" }, this.top, this.picture),
-      el("div", { class: "ends" }, el("span", {}, `${SPAN / 60} min ago`), ...names,
-        el("span", {}, "now")));
+      el("div", { class: "ends" }, this.from, ...names, el("span", {}, "now")));
   }
 
   /** Add the values of one time in seconds; null: no value, which breaks the line. */
@@ -65,7 +66,9 @@ export class Chart {
     const shown = this.points.flatMap((point) => point.slice(1)).filter((one) => one !== null);
     const highest = shown.length ? Math.max(...shown) : 0;
     const most = this.most ?? roundUp(highest);
-    const x = (time) => (WIDTH * (1 - (now - time) / SPAN)).toFixed(1);
+    const age = now - this.points[0][0];
+    const span = Math.min(SPAN, Math.max(1, Math.ceil(age / STEP)) * STEP);
+    const x = (time) => (WIDTH * (1 - (now - time) / span)).toFixed(1);
     const y = (value) => (HEIGHT - 1 - (HEIGHT - 2) * Math.min(1, value / most)).toFixed(1);
     this.lines.forEach((line, at) => line.setAttribute("d", this.path(at, x, y, false)));
     this.area.setAttribute("d", this.path(0, x, y, true));
@@ -76,6 +79,7 @@ export class Chart {
     });
     setText(this.value, texts.join(", "));
     setText(this.top, this.format(most));
+    setText(this.from, `${span / 60} min ago`);
     this.picture.setAttribute("aria-label",
       `${this.title}: now ${texts.join(", ")}, highest ${this.format(highest)} in the last minutes`);
   }
