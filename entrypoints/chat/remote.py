@@ -42,20 +42,12 @@ class RemoteChat:
         }
         if settings.thinking is not None:
             body["chat_template_kwargs"] = {"thinking": settings.thinking}
-        host, port, secure, prefix = ServerTarget(self._server.base_url).address()
-        connection = (
-            http.client.HTTPSConnection(
-                host, port, timeout=CONNECT_SECONDS, context=ssl.create_default_context()
-            )
-            if secure
-            else http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
-        )
+        connection, prefix = self._connection()
         try:
             connection.connect()
             connection.sock.settimeout(None)
-            connection.request(
-                "POST", prefix + "/v1/chat/completions", orjson.dumps(body), self._headers()
-            )
+            path = prefix + "/v1/chat/completions"
+            connection.request("POST", path, orjson.dumps(body), self._headers())
             response = connection.getresponse()
             if response.status != 200:
                 text = message_of(response.read(ERROR_BYTES))
@@ -66,6 +58,14 @@ class RemoteChat:
             raise ChatError(f"{self._server.base_url} does not answer: {reason}") from None
         finally:
             connection.close()
+
+    def _connection(self) -> tuple[http.client.HTTPConnection, str]:
+        """Return a connection that is not open yet, and the path prefix of the server."""
+        host, port, secure, prefix = ServerTarget(self._server.base_url).address()
+        if not secure:
+            return http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS), prefix
+        tls = ssl.create_default_context()
+        return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=tls), prefix
 
     def _headers(self) -> dict[str, Any]:
         headers: dict[str, Any] = {"Content-Type": "application/json"}

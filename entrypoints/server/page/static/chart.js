@@ -7,6 +7,7 @@ const WIDTH = 300;
 const HEIGHT = 80;
 const SPAN = 300; // most seconds that a chart shows
 const STEP = 60; // a younger chart shows a multiple of these seconds
+const QUIET = 20; // seconds without a value after which a line breaks
 
 function svg(name, attributes) {
   const made = document.createElementNS(SVG, name);
@@ -55,26 +56,28 @@ export class Chart {
       el("div", { class: "ends" }, this.from, ...names, el("span", {}, "now")));
   }
 
-  /** Add the values of one time in seconds; null: no value, which breaks the line. */
+  /** Add the values of one time in seconds; null breaks a line. Without a call it stays as it is. */
   add(time, values) {
     this.points.push([time, ...values]);
-    while (this.points.length && this.points[0][0] < time - SPAN) this.points.shift();
     this.draw(time);
   }
 
+  /** Draw the lines as of a time in seconds. */
   draw(now) {
+    while (this.points.length && this.points[0][0] < now - SPAN) this.points.shift();
     const shown = this.points.flatMap((point) => point.slice(1)).filter((one) => one !== null);
     const highest = shown.length ? Math.max(...shown) : 0;
     const most = this.most ?? roundUp(highest);
-    const age = now - this.points[0][0];
+    const age = this.points.length ? now - this.points[0][0] : 0;
     const span = Math.min(SPAN, Math.max(1, Math.ceil(age / STEP)) * STEP);
     const x = (time) => (WIDTH * (1 - (now - time) / span)).toFixed(1);
     const y = (value) => (HEIGHT - 1 - (HEIGHT - 2) * Math.min(1, value / most)).toFixed(1);
     this.lines.forEach((line, at) => line.setAttribute("d", this.path(at, x, y, false)));
     this.area.setAttribute("d", this.path(0, x, y, true));
-    const last = this.points.at(-1)?.slice(1) ?? [];
-    const texts = this.series.map((name, at) => {
-      const text = last[at] === null || last[at] === undefined ? "–" : this.format(last[at]);
+    const [time, ...last] = this.points.at(-1) ?? [0, ...this.series.map(() => null)];
+    const texts = this.series.map((name, index) => {
+      const old = last[index] === null || now - time > QUIET;
+      const text = old ? "–" : this.format(last[index]);
       return this.series.length > 1 ? `${text} ${name}` : text;
     });
     setText(this.value, texts.join(", "));
@@ -93,13 +96,11 @@ export class Chart {
     };
     for (const point of this.points) {
       const value = point[at + 1];
-      if (value === null) {
-        close();
-        continue;
-      }
+      if (value === null || (open !== null && point[0] - open.time > QUIET)) close();
+      if (value === null) continue;
       const left = x(point[0]);
-      pieces.push(`${open === null ? "M" : "L"}${left} ${y(value)}`);
-      open = { first: open === null ? left : open.first, last: left };
+      pieces.push(open === null ? `M${left} ${y(value)}h0` : `L${left} ${y(value)}`);
+      open = { first: open === null ? left : open.first, last: left, time: point[0] };
     }
     close();
     return pieces.join("");

@@ -70,8 +70,10 @@ export class StatusView {
     const now = Date.now() / 1000;
     this.charts.output.add(now, [figures.output]);
     this.charts.prompt.add(now, [figures.prompt]);
-    this.charts.first.add(now, [figures.first]);
-    this.charts.between.add(now, [figures.between]);
+    for (const name of ["first", "between"]) {
+      if (figures[name] === null) this.charts[name].draw(now);
+      else this.charts[name].add(now, [figures[name]]);
+    }
     this.charts.requests.add(now, [sample.running, sample.waiting]);
     this.charts.kv.add(now, [sample.kv.usage]);
     const drafts = sample.accept_length;
