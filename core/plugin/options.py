@@ -336,6 +336,9 @@ class ServerOptions(Section):
     open_routes: tuple[str, ...] = Field(
         ("/health", "/ready", "/metrics"), description="routes that need no key"
     )
+    page: bool = Field(
+        True, description="serve a page with status and chat at /; it needs no key to load"
+    )
     default_max_tokens: int | None = Field(
         None,
         ge=1,

@@ -129,6 +129,9 @@ class Executor(Protocol):
     Attributes:
         leads: True: the front runs in this process. False: it runs on another host, and here only
             ``start`` is called, then ``outputs`` until it raises.
+
+    An executor may have a property ``progress``: the start-up phase of each rank by its number,
+    with its completed share ("weights 41%"). It is read from another thread while ``start`` runs.
     """
 
     leads: bool

@@ -182,10 +182,16 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         self._sandbox = Sandbox()
+        self._source = source
         try:
             self._template = self._sandbox.from_string(source)
         except (TemplateError, RecursionError, ValueError) as error:
             raise _failed(error) from None
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names of the variables that the template reads from its caller."""
+        return frozenset(meta.find_undeclared_variables(self._sandbox.parse(self._source)))
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Render the template with ``variables``.

@@ -209,10 +209,22 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._sources)
 
+    @cached_property
+    def template_arguments(self) -> frozenset[str]:
+        """The arguments of TEMPLATE_ARGUMENTS that the chat template reads.
+
+        The set is empty without a template, and for one that cannot be compiled.
+        """
+        try:
+            return TEMPLATE_ARGUMENTS & self._template("default").variables
+        except RequestError:
+            return frozenset()
+
     def use_chat_template(self, source: str) -> None:
         """Use the template ``source`` for all later conversations, including those with tools."""
         self._sources = {"default": source}
         self._templates = {}
+        self.__dict__.pop("template_arguments", None)
 
     def apply_chat_template(
         self,

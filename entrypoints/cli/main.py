@@ -35,6 +35,10 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(
         "glowplug.entrypoints.cli.commands.serve", "serve a model over HTTP (OpenAI API)"
     ),
+    "chat": Command(
+        "glowplug.entrypoints.chat",
+        "chat in the terminal with a running server, or with an engine in this process",
+    ),
     "demo": Command(
         "glowplug.entrypoints.cli.demo", "print the plan, then stream answers of the embedded model"
     ),

@@ -64,14 +64,14 @@ class ServerAnswers:
             ) from None
         if status in (401, 403):
             raise ValueError(
-                f"{url} refused the key ({status}): {_message(body)}. Give the right one with "
+                f"{url} refused the key ({status}): {message_of(body)}. Give the right one with "
                 "--api-key"
             )
         listed = _json(body).get("data") if status == 200 else None
         if name is None and not listed:
             raise ValueError(
-                f"{url}/v1/models answered {status}: {_message(body)}. Give the model's name with "
-                "--model, or an OpenAI server's address with --base-url"
+                f"{url}/v1/models answered {status}: {message_of(body)}. Give the model's name "
+                "with --model, or an OpenAI server's address with --base-url"
             )
         return name or str((listed or [{}])[0].get("id"))
 
@@ -126,7 +126,7 @@ class ServerAnswers:
         except (OSError, ValueError) as error:
             return _failed(started, f"{type(error).__name__}: {error}")
         if text is None:
-            return _failed(started, f"HTTP {status}: {_message(body)}")
+            return _failed(started, f"HTTP {status}: {message_of(body)}")
         usage = found.get("usage") or {}
         return Answer(text, usage.get("completion_tokens", 0), time.perf_counter() - started)
 
@@ -189,7 +189,7 @@ def _json(body: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _message(body: bytes) -> str:
+def message_of(body: bytes) -> str:
     """Return the error message of a server's answer, or the beginning of the answer."""
     error = _json(body).get("error")
     message = error.get("message") if isinstance(error, dict) else error

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from glowplug.core.errors import EngineDead, QueueFull, RequestError
@@ -102,6 +102,12 @@ class EngineClient:
 
     It is not thread-safe: all of its methods run on the loop.
 
+    Args:
+        plan: the engine's plan.
+        tokenizer: None if the engine runs without one.
+        eos_ids: ids that end a sequence.
+        progress: returns the start-up phase of each rank, as the executor states it.
+
     Attributes:
         plan: the engine's plan.
         tokenizer: None if the engine runs without one.
@@ -110,12 +116,17 @@ class EngineClient:
     """
 
     def __init__(
-        self, plan: EnginePlan, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]
+        self,
+        plan: EnginePlan,
+        tokenizer: Tokenizer | None,
+        eos_ids: tuple[int, ...],
+        progress: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         self.plan = plan
         self.tokenizer = tokenizer
         self.state = "starting"
         self.reason = ""
+        self._progress = progress
         self._front = Front(plan, tokenizer, eos_ids)
         self._drafts = RecentDrafts()
         self._executor: Executor | None = None
@@ -206,9 +217,12 @@ class EngineClient:
         return [stats for _, stats in sorted(self._front.groups.items())]
 
     @property
-    def progress(self) -> dict[int, Any]:
-        """The latest start-up progress of each rank, by the rank's number."""
-        return dict(self._front.progress)
+    def progress(self) -> dict[int, str]:
+        """The start-up phase of each rank, with its completed share: "weights 41%".
+
+        It is empty once the ranks are ready, and for executors that do not state it.
+        """
+        return dict(self._progress()) if self.state == "starting" else {}
 
     # ---- requests --------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from glowplug.core.step.messages import (
     Inbound,
     Logprobs,
     Outbound,
-    Progress,
     Reply,
     Stats,
     StepOutput,
@@ -125,7 +124,6 @@ class Front:
         groups: latest statistics by data-parallel group.
         stats: latest statistics over all data-parallel groups.
         last_received: time of the last frame, seconds (monotonic).
-        progress: latest start-up progress by rank.
     """
 
     def __init__(
@@ -139,7 +137,6 @@ class Front:
         self.groups: dict[int, Stats] = {}
         self.stats = Stats()
         self.last_received = time.monotonic()
-        self.progress: dict[int, Progress] = {}
         self._next_id = 1
         self._seeds = random.Random(plan.seed)
 
@@ -293,8 +290,6 @@ class Front:
                 self._step(message, received)
             elif isinstance(message, Reply):
                 received.replies.append(message)
-            elif isinstance(message, Progress):
-                self.progress[message.rank] = message
         return received
 
     def _step(self, output: StepOutput, received: Received) -> None:

@@ -214,6 +214,12 @@ class LLM:
                         raise RequestError(reply.error)
                     return reply.data
 
+    @cached_property
+    def output_parsers(self) -> list[OutputParserFactory]:
+        """The plan's output parsers, which know the tags of a reasoning."""
+        choices = self.plan.choices_in("outputs")
+        return [build_component(self._plugins, one, self.plan, Worker()) for one in choices]
+
     @property
     def stats(self) -> Any:
         """The engine's latest statistics, a ``messages.Stats``."""
@@ -256,14 +262,8 @@ class LLM:
                 "this engine runs without a tokenizer: chat needs one", param="messages"
             )
         text = turn.prompt_text(self.tokenizer)
-        form = answer_form(turn.output_request(text), self._parsers, params)
+        form = answer_form(turn.output_request(text), self.output_parsers, params)
         return self.tokenizer.encode(text, add_special_tokens=False), form
-
-    @cached_property
-    def _parsers(self) -> list[OutputParserFactory]:
-        """The plan's output parsers."""
-        choices = self.plan.choices_in("outputs")
-        return [build_component(self._plugins, one, self.plan, Worker()) for one in choices]
 
     def _check(self, ids: list[int], params: SamplingParams) -> CheckedRequest:
         """Check a prompt and its parameters, with their grammar, and return the request."""

@@ -19,6 +19,7 @@ from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server import errors
 from glowplug.entrypoints.server.context import Context
+from glowplug.entrypoints.server.page.files import PageFile, page_files
 from glowplug.entrypoints.server.routes import ROUTES
 from glowplug.entrypoints.server.transport import auth
 from glowplug.entrypoints.server.transport.body import install_schema
@@ -47,7 +48,12 @@ def create_app(
         PluginLoadError: a plugin added a route that authentication would not cover.
     """
     context = Context.of(plan, client, tokenizer, parsers, plugins)
-    authoriser = auth.Authoriser(context.options, [route.path for route in ROUTES if route.admin])
+    page = page_files(context.options.api_key is not None) if context.options.page else []
+    authoriser = auth.Authoriser(
+        context.options,
+        [route.path for route in ROUTES if route.admin],
+        [file.path for file in page],
+    )
     # NOTE: /docs is left out because its page loads scripts from another host. /openapi.json is a
     # regular route, with authentication.
     app = FastAPI(
@@ -59,7 +65,7 @@ def create_app(
         dependencies=[Depends(authoriser.dependency())],
     )
     app.state.context = context
-    _add_routes(app)
+    _add_routes(app, page)
     if plugins is not None:
         plugins.call_each("extend_app", app=app, plan=plan)
     auth.require_guarded(app)
@@ -71,7 +77,7 @@ def create_app(
     return app
 
 
-def _add_routes(app: FastAPI) -> None:
+def _add_routes(app: FastAPI, page: Sequence[PageFile]) -> None:
     """Add the server's own routes, as opposed to those of plugins."""
     for route in ROUTES:
         for method in route.methods:
@@ -87,6 +93,8 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route(
         "/openapi.json", _openapi_route(app), methods=["GET"], include_in_schema=False
     )
+    for file in page:
+        app.add_api_route(file.path, file.respond, methods=["GET"], include_in_schema=False)
 
 
 def _add_middleware(app: FastAPI, context: Context) -> None:

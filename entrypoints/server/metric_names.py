@@ -106,7 +106,7 @@ LENGTH_EDGES = (
 N_EDGES = (1, 2, 5, 10, 20, 50, 128)
 
 
-def _pool_usage(stats: Stats) -> float:
+def pool_usage(stats: Stats) -> float:
     """Return the share of the KV pool's pages that running sequences hold, 0 to 1.
 
     Cached pages that can be evicted count as free.
@@ -158,7 +158,7 @@ def _steps_by_shape(stats: Stats) -> list[tuple[str, float]]:
 STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_running", "gauge", "Sequences running.", lambda s: s.running),
     ("num_requests_waiting", "gauge", "Sequences waiting.", lambda s: s.waiting),
-    ("kv_cache_usage_perc", "gauge", "Share of the KV pool in use, 0 to 1.", _pool_usage),
+    ("kv_cache_usage_perc", "gauge", "Share of the KV pool in use, 0 to 1.", pool_usage),
     (
         "kv_used_tokens",
         "gauge",

@@ -92,6 +92,8 @@ async def version() -> Response:
 async def model_info(context: Server) -> Response:
     """Return the model's properties and limits."""
     facts = context.plan.facts.model
+    tokenizer = context.tokenizer
+    arguments = tokenizer.template_arguments if tokenizer is not None else frozenset()
     return json_response(
         {
             "model_path": context.model_name,
@@ -103,6 +105,8 @@ async def model_info(context: Server) -> Response:
             "context_length": context.plan.sizes.context_length,
             "dtype": context.plan.dtype,
             "quantization": facts.quant_method,
+            "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
+            "thinking_switch": bool(arguments & {"thinking", "enable_thinking"}),
             "status": context.client.state,
         }
     )

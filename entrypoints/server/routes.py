@@ -14,6 +14,7 @@ from glowplug.entrypoints.server import operations
 from glowplug.entrypoints.server.messages import create as messages
 from glowplug.entrypoints.server.native import generate, tokenize
 from glowplug.entrypoints.server.openai import chat, completions
+from glowplug.entrypoints.server.page import status
 from glowplug.entrypoints.server.protocol import responses
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
@@ -213,6 +214,7 @@ ROUTES: tuple[HttpRoute, ...] = (
         responses.Status,
         poll=True,
     ),
+    HttpRoute("/status", status.status, _GET, _OPERATIONS, responses.EngineStatus, poll=True),
     HttpRoute("/metrics", operations.metrics, _GET, _OPERATIONS, poll=True),
     HttpRoute("/version", operations.version, _GET, _OPERATIONS, responses.Version),
     HttpRoute("/model_info", operations.model_info, _GET, _OPERATIONS, responses.ModelInfo),

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -87,6 +87,7 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
             plugins=plugins,
             log=log,
             make=lambda: start_executor(plan, plugins, executor),
+            progress=lambda: getattr(executor, "progress", {}),
         )
     if code:
         _exit_process(code)
@@ -114,10 +115,16 @@ def serve_until_done(
     make: Callable[[], Executor],
     plugins: Any = None,
     log: LogOptions | None = None,
+    progress: Callable[[], Mapping[int, str]] = dict,
 ) -> int:
     """Call :func:`run` in a new event loop and return its exit code.
 
     If ``make`` is still loading when the server ends, this function ends the process.
+
+    Args:
+        progress: returns the start-up phase of each rank while ``make`` loads.
+
+    The other arguments are those of :func:`run`.
     """
     loading = threading.Event()
 
@@ -129,7 +136,7 @@ def serve_until_done(
             loading.clear()
 
     async def serve() -> int:
-        client = EngineClient(plan, tokenizer, eos_ids(plan, tokenizer))
+        client = EngineClient(plan, tokenizer, eos_ids(plan, tokenizer), progress)
         code = await run(
             plan, client, tokenizer, parsers, listener=listener, make=load, plugins=plugins, log=log
         )

@@ -43,6 +43,11 @@ class MultiprocessExecutor:
     def pids(self) -> list[int]:
         return self._ranks.pids
 
+    @property
+    def progress(self) -> dict[int, str]:
+        """The phase of each rank, with its completed share while it starts: "weights 41%"."""
+        return self._ranks.watch.progress
+
     def start(self, plan: EnginePlan, build: BuildLoop | None = None) -> None:
         """Spawn the ranks and wait until every one is ready.
 

@@ -66,6 +66,11 @@ class RayExecutor:
         self._where = ""  # the hosts of the ranks, for messages
         self.pids: list[int] = []
 
+    @property
+    def progress(self) -> dict[int, str]:
+        """The phase of each rank, with its completed share while it starts: "weights 41%"."""
+        return self._watch.progress
+
     # ---- start -----------------------------------------------------------------------------------
 
     def start(self, plan: EnginePlan) -> None:

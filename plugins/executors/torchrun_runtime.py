@@ -80,7 +80,7 @@ class TorchrunExecutor:
         link.start()
         while self._loading(plan.ranks):
             self._read(SETTLE)
-            reason = start.look(self._progress())
+            reason = start.look(self.progress)
             if reason is not None:
                 self._die(Trouble(FailureKind.FAILED, reason))
 
@@ -104,14 +104,16 @@ class TorchrunExecutor:
             raise PlanRefused(refusals, "these hosts")
         return link
 
-    def _progress(self) -> dict[int, str]:
-        """Return the phase of each rank, with its completed share while it starts."""
-        assert self._link is not None
+    @property
+    def progress(self) -> dict[int, str]:
+        """The phase of each rank, with its completed share while it starts; {} before they meet."""
+        if self._link is None:
+            return {}
         return {**self._link.phases(), **self._ranks.watch.progress}
 
     def _loading(self, ranks: int) -> bool:
         """Return whether a rank still loads: on host 0 any of all ``ranks``, else of its own."""
-        phases = self._progress()
+        phases = self.progress
         return any(
             phases.get(rank) not in LOADED
             for rank in (range(ranks) if self.leads else self._site.ranks)

@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI
 from glowplug.core.errors import PluginLoadError, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
+from glowplug.entrypoints.server.page.files import page_files
 from glowplug.entrypoints.server.refused import REASONS
 from glowplug.entrypoints.server.routes import ROUTES
 from glowplug.entrypoints.server.transport.auth import Authoriser, leaf_routes, require_guarded
@@ -50,7 +51,8 @@ def every_call() -> list[tuple[str, str, bool]]:
 def test_the_table_lists_every_route() -> None:
     with served() as one:
         paths = {route.path for route in leaf_routes(one.server._http.config.app)}
-    assert paths == {route.path for route in ROUTES} | {"/openapi.json"}
+    page = {file.path for file in page_files(key_required=False)}
+    assert paths == {route.path for route in ROUTES} | {"/openapi.json"} | page
 
 
 @pytest.mark.parametrize(("method", "path", "admin"), every_call())

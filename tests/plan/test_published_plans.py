@@ -656,6 +656,9 @@ BESIDES: dict[str, Values] = {
     "--disable-draft-extend-cuda-graph": {"option.graphs.draft_extend": False},
     "--enable-tokenizer-info-endpoint": {"server.tokenizer_info": True},
     "--no-enable-tokenizer-info-endpoint": {"server.tokenizer_info": False},
+    "--page": {"server.page": True},
+    "--no-page": {"server.page": False},
+    "--disable-page": {"server.page": False},
 }
 
 

@@ -65,6 +65,21 @@ def refusal(template: str, messages: Any = None, **arguments: Any) -> RequestErr
 # ---- functions of templates ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("template", "read"),
+    [
+        ("{{ messages }}{{ thinking }}{{ other }}", {"thinking"}),
+        ("{{ messages }}{% if not thinking %}{% set thinking = 1 %}{% endif %}", {"thinking"}),
+        ("{{ messages }}{% if enable_thinking is defined %}x{% endif %}", {"enable_thinking"}),
+        ("{{ messages }}{# thinking #}", set()),
+        ("{{ messages", set()),
+        (None, set()),
+    ],
+)
+def test_the_arguments_that_a_template_reads(template: str | None, read: set[str]) -> None:
+    assert make(template).template_arguments == read
+
+
 def test_conversation() -> None:
     messages = [
         *USER,

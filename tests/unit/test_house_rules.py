@@ -30,6 +30,8 @@ ENVIRONMENT_ACCESS = {
     "core/config/files.py",  # "${NAME}" in the operator's own file
     # GLOWPLUG_CONFIG_DIR and XDG_DATA_HOME: folder of the user's tuned tables
     "kernels/launch/tuned_tables.py",
+    # GLOWPLUG_API_KEY and OPENAI_API_KEY: the key of a client, which no command line need show
+    "entrypoints/chat/__init__.py",
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     "core/facts/model_folder.py",  # HF_HOME: where the hub's own tools keep downloaded models
     # training: informs the tokenizer's library that worker processes follow

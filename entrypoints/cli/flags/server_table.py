@@ -67,5 +67,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         False,
         "do not serve /tokenizer_info",
     ),
+    switch("--page", "server.page", True, "serve a page with status and chat at / (the default)"),
+    switch("--no-page --disable-page", "server.page", False, "serve no page at /"),
     switch("--enable-metrics", "metrics.enabled", True, "serve Prometheus metrics (the default)"),
 )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from glowplug.core.errors import EngineDead
@@ -44,6 +45,8 @@ class Job:
         rids: ids of the sequences; None: the client did not give one for each.
         n: number of consecutive sequences that share a prompt.
         record: record in the request log; None: the job was not started by a client.
+        started: time of arrival, seconds (monotonic).
+        output_tokens: tokens received so far, of all sequences.
     """
 
     rid: str
@@ -52,6 +55,8 @@ class Job:
     rids: list[str] | None = None
     n: int = 1
     record: RequestRecord | None = None
+    started: float = field(default_factory=time.monotonic)
+    output_tokens: int = 0
 
     async def run(self, context: JobContext) -> AsyncGenerator[tuple[int, Delta], None]:
         """Run all sequences and yield (index of the sequence, delta) in the order of arrival.
@@ -64,7 +69,7 @@ class Job:
             Unavailable: the server accepts no new work.
         """
         context.require_ready()
-        with context.jobs:
+        with context.jobs.holding(self):
             source = (
                 self._sequence(context, 0) if len(self.sequences) == 1 else self._merged(context)
             )
@@ -87,6 +92,7 @@ class Job:
             async with aclosing(source):  # type: ignore[type-var]
                 async for last in source:
                     meter.observe(last)
+                    self.output_tokens += len(last.token_ids)
                     error = from_delta(last) if last.finish_reason is not None else None
                     if error is not None:
                         raise error
@@ -128,24 +134,33 @@ class Job:
 
 
 class Jobs:
-    """A counter of the jobs in flight.
-
-    Each job runs within ``with jobs:``, which counts it. Draining waits until no job runs.
-    """
+    """The jobs in flight. Draining waits until there is none."""
 
     def __init__(self) -> None:
-        self.running = 0
+        self._held: dict[int, Job] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def __enter__(self) -> None:
-        self.running += 1
-        self._idle.clear()
+    @property
+    def running(self) -> int:
+        """Number of jobs in flight."""
+        return len(self._held)
 
-    def __exit__(self, *exc: object) -> None:
-        self.running -= 1
-        if not self.running:
-            self._idle.set()
+    def oldest(self, most: int) -> list[Job]:
+        """Return up to ``most`` jobs in flight, in the order of their arrival."""
+        return list(islice(self._held.values(), most))
+
+    @contextmanager
+    def holding(self, job: Job) -> Iterator[None]:
+        """Hold ``job`` as one in flight within the context."""
+        self._held[id(job)] = job
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            del self._held[id(job)]
+            if not self._held:
+                self._idle.set()
 
     async def wait_idle(self, seconds: float) -> bool:
         """Wait until no job runs. Return False if some still run after ``seconds``."""

@@ -183,6 +183,50 @@ class Version(BaseModel):
     version: str
 
 
+class KvPool(BaseModel):
+    used_tokens: int
+    cached_tokens: int
+    total_tokens: int
+    usage: float
+
+
+class Sums(BaseModel):
+    """Sum and number of measured times."""
+
+    seconds: float
+    count: int
+
+
+class ActiveRequest(BaseModel):
+    """A request in flight."""
+
+    id: str
+    sequences: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    first_token_seconds: float | None
+
+
+class EngineStatus(BaseModel):
+    status: Literal["starting", "ready", "draining", "silent", "dead"]
+    version: str
+    model: str
+    fingerprint: str
+    started: int
+    time: float
+    progress: dict[str, str]
+    running: int
+    waiting: int
+    kv: KvPool
+    counters: dict[str, float]
+    latency: dict[str, Sums]
+    cache_hit_rate: float | None
+    accept_length: dict[str, float | None] | None
+    requests: list[ActiveRequest]
+    requests_in_flight: int
+
+
 class ModelInfo(BaseModel):
     model_path: str
     tokenizer_path: str
@@ -193,6 +237,8 @@ class ModelInfo(BaseModel):
     context_length: int
     dtype: str
     quantization: str
+    has_chat_template: bool
+    thinking_switch: bool
     status: str
 
 

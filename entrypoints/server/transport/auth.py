@@ -30,16 +30,19 @@ class Authoriser:
     Without ``api_key``, client routes are open; without any key, all routes are open.
     """
 
-    def __init__(self, options: ServerOptions, admin: Iterable[str]) -> None:
+    def __init__(
+        self, options: ServerOptions, admin: Iterable[str], opened: Iterable[str] = ()
+    ) -> None:
         """Store the keys and the paths of each level.
 
         Args:
             options: section ``server`` of the configuration.
-            admin: exact paths of the admin routes. Paths that are neither here nor in
-                ``open_routes`` are client routes.
+            admin: exact paths of the admin routes.
+            opened: exact paths of routes that need no key, besides ``open_routes``. All other
+                paths are client routes.
         """
         self._admin_paths = frozenset(admin)
-        self._open = frozenset(options.open_routes)
+        self._open = frozenset((*options.open_routes, *opened))
         self._key = _digest(options.api_key) if options.api_key else None
         self._admin = _digest(options.admin_api_key) if options.admin_api_key else None
 
