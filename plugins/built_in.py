@@ -52,6 +52,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.grammar.none",
     "glowplug.plugins.outputs.deepseek_r1",
     "glowplug.plugins.outputs.tokenizer",
+    "glowplug.plugins.tracing.otlp",
     "glowplug.plugins.executors.inline",
     "glowplug.plugins.executors.multiprocess",
     "glowplug.plugins.executors.torchrun",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast
 
 from pydantic import Field, create_model
 
+from glowplug.core.config.operation_options import LogOptions, MetricsOptions, TracingOptions
 from glowplug.core.plugin.component import CheckContext, Options
 from glowplug.core.plugin.options import (
     OPTION_BASES,
@@ -22,9 +23,7 @@ from glowplug.core.plugin.options import (
     CollectivesOptions,
     ExecutorOptions,
     GraphOptions,
-    LogOptions,
     MemoryOptions,
-    MetricsOptions,
     OpsOptions,
     OutputOptions,
     ParallelOptions,
@@ -91,6 +90,7 @@ class EngineConfig(Section):
     server: ServerOptions = ServerOptions.model_validate({})
     log: LogOptions = LogOptions.model_validate({})
     metrics: MetricsOptions = MetricsOptions.model_validate({})
+    tracing: TracingOptions = TracingOptions.model_validate({})
 
     if TYPE_CHECKING:  # the sections that config_class() adds, with the slots' base classes
         attention: AttentionOptions

@@ -36,7 +36,9 @@ from glowplug.entrypoints.front.reasoning_tags import PROMPT_TAIL_CHARS, after_r
 
 #: section of the configuration that only the server uses -> why it has no effect here
 UNUSED_SECTIONS = {
-    **dict.fromkeys(("server", "log", "metrics"), "LLM(...) serves no HTTP and sets up no log"),
+    **dict.fromkeys(
+        ("server", "log", "metrics", "tracing"), "LLM(...) serves no HTTP and sets up no log"
+    ),
     "outputs": "LLM(...) returns the whole text, the reasoning included",
 }
 

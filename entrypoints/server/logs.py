@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from glowplug.core.plugin.options import LogOptions
+from glowplug.core.config.operation_options import LogOptions
 from glowplug.core.step.draft_counts import Acceptance, since
 from glowplug.core.step.messages import Stats
 from glowplug.entrypoints.front.client import EngineClient

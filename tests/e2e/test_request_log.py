@@ -22,7 +22,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from glowplug.core.plugin.options import LogOptions
+from glowplug.core.config.operation_options import LogOptions
 from glowplug.entrypoints.server.logs import JsonLine, OneLine, printable
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import Served, served

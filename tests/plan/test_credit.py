@@ -61,7 +61,8 @@ FITTING: dict[str, list[Any]] = {
     "prefill_tokens": [[16, 64]],
     "cors_origins": [["http://a"]],
     "open_routes": [["/health"]],
-    "compat": [["vllm"]],
+    "compat": [["vllm"], "vllm", "all", "none"],
+    "endpoint": ["http://10.0.0.9:4318/v1/traces"],
     "simulate_accept_rates": [[0.5]],
     "gemm": ["triton", "cutlass", "deep_gemm"],
 }
@@ -306,6 +307,8 @@ WORDS: dict[str, list[str]] = {
     "--reasoning-parser": ["deepseek-r1"],
     "--log-level": ["debug"],
     "--log-format": ["json"],
+    "--metrics-compat": ["vllm"],
+    "--otlp-traces-endpoint": ["http://10.0.0.9:4318/v1/traces"],
     "--cuda-graph-bs": ["1", "2"],
     "--piecewise-cuda-graph-tokens": ["16"],
     "--piecewise-cuda-graph-max-tokens": ["64"],

@@ -63,4 +63,14 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         "do not serve /tokenizer_info",
     ),
     switch("--enable-metrics", "metrics.enabled", True, "serve Prometheus metrics (the default)"),
+    Flag(
+        ("--otlp-traces-endpoint",),
+        "tracing.endpoint",
+        "URL of an OTLP collector that receives a span for each request",
+    ),
+    Flag(
+        ("--metrics-compat",),
+        "metrics.compat",
+        "also export metrics under other engines' names: none, vllm, sglang or all",
+    ),
 )
