@@ -156,14 +156,18 @@ class PluginSet:
                 ) from error
         return results
 
-    def read_model(self, name: str) -> ModelReading:
+    def read_model(self, name: str, revision: str | None = None) -> ModelReading:
         """Return the facts of the model ``name``, cached until its folder or config.json changes.
+
+        Args:
+            name: model as in the configuration.
+            revision: branch, tag or commit of a downloaded hub id; None: the default branch.
 
         Raises:
             FactsError: no such model, or no plugin can read it.
             WeightError: the checkpoint is incomplete or damaged.
         """
-        located = locate_model(name)
+        located = locate_model(name, revision)
         stated = os.path.join(located, "config.json")
         key = (
             located,

@@ -35,6 +35,9 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(
         "glowplug.entrypoints.cli.commands.serve", "serve a model over HTTP (OpenAI API)"
     ),
+    "download": Command(
+        "glowplug.entrypoints.cli.commands.download", "download a model from a hub to its cache"
+    ),
     "demo": Command(
         "glowplug.entrypoints.cli.demo", "print the plan, then stream answers of the embedded model"
     ),

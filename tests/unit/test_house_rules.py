@@ -31,7 +31,8 @@ ENVIRONMENT_ACCESS = {
     # GLOWPLUG_CONFIG_DIR and XDG_DATA_HOME: folder of the user's tuned tables
     "kernels/launch/tuned_tables.py",
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
-    "core/facts/model_folder.py",  # HF_HOME: where the hub's own tools keep downloaded models
+    # HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME: where the hub's own tools keep downloaded models
+    "core/facts/hub_cache.py",
     # training: informs the tokenizer's library that worker processes follow
     "models/embedded/training/batches.py",
     "plugins/collectives/rendezvous.py",  # torchrun's meeting place for ranks

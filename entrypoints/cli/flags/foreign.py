@@ -86,7 +86,7 @@ ALTERNATIVES: tuple[tuple[str, str], ...] = (
     (r"^data-parallel-", "all --dp-size groups share one server"),
     (
         r"^(download-dir|code-revision|tokenizer-revision|hf-token)$",
-        "nothing is downloaded: use --model FOLDER, or run hf download first",
+        "nothing is downloaded: use --model FOLDER, or run glowplug download first",
     ),
     (
         r"^(hf-overrides|json-model-override-args|rope-scaling|rope-theta)$",
