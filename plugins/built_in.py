@@ -52,6 +52,8 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.grammar.none",
     "glowplug.plugins.outputs.deepseek_r1",
     "glowplug.plugins.outputs.tokenizer",
+    "glowplug.plugins.tokenizers.tiktoken",
+    "glowplug.plugins.tokenizers.sentencepiece",
     "glowplug.plugins.tracing.otlp",
     "glowplug.plugins.executors.inline",
     "glowplug.plugins.executors.multiprocess",
