@@ -76,6 +76,18 @@ COMMANDS: dict[str, Command] = {
     "checkpoint": Command(
         "glowplug.entrypoints.checkpoints.random", "write checkpoints of random weights"
     ),
+    "collect-env": Command(
+        "glowplug.entrypoints.cli.commands.collect_env",
+        "print versions, devices, folders and variables, for a bug report",
+    ),
+    "config": Command(
+        "glowplug.entrypoints.cli.commands.config",
+        "print the configuration, with the source of each value",
+    ),
+    "completion": Command(
+        "glowplug.entrypoints.cli.commands.completion",
+        "print a script that completes commands and flags in a shell",
+    ),
     "version": Command("glowplug.entrypoints.cli.commands.version", "print the version"),
 }
 
