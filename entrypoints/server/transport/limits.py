@@ -80,6 +80,7 @@ class RequestGate:
                 await self._app(scope, _limited(receive, self._max_body), tagged)
         except Exception as error:
             record.fail(error)
+            error.add_note(f"request id: {record.id}")  # in the logged traceback
             raise
         finally:
             self._end(scope, record)
