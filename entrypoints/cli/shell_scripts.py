@@ -124,7 +124,7 @@ def _zsh_options(flag: _Flag) -> Iterator[str]:
     if flag.takes_value:
         value = f":value:({' '.join(flag.choices)})" if flag.choices else ":value:_files"
     for name in flag.names:
-        text = flag.help.translate(str.maketrans({"[": "(", "]": ")", ":": ";", "\\": "/"}))
+        text = flag.help.translate(str.maketrans("[]:\\", "();/"))
         yield f"*{name}[{text}]{value}"
 
 
