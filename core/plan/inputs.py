@@ -59,8 +59,7 @@ def read_inputs(
         origins: origin of the operator's values by dotted path.
     """
     refusals: list[Refusal] = []
-    model = config.get("model", contributed.get("model"))
-    reading = _read_model(model, config.get("revision"), plugins, refusals)
+    reading = _read_model(config, contributed, plugins, refusals)
     facts = _facts(reading, hardware, plugins)
     facts = _with_template(facts, config.get("chat_template"), refusals)
     defaults = _contributions(plugins, facts, contributed)
@@ -132,12 +131,17 @@ def _with_template(facts: Facts | None, given: object, refusals: list[Refusal]) 
 
 
 def _read_model(
-    name: object, revision: object, plugins: PluginSet, refusals: list[Refusal]
+    config: Mapping[str, Any],
+    contributed: Mapping[str, Any],
+    plugins: PluginSet,
+    refusals: list[Refusal],
 ) -> ModelReading | None:
     """Return the facts of the model; None if no model is given or reading it fails.
 
     A failure is added to ``refusals``.
     """
+    name = config.get("model", contributed.get("model"))
+    revision = config.get("revision")
     if isinstance(name, PurePath):
         name = str(name)
     if not isinstance(name, str) or not name:

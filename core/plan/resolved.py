@@ -64,12 +64,11 @@ def resolved_options(plan: EnginePlan, plugins: PluginSet) -> list[ResolvedOptio
             found.append(ResolvedOption(slot.section, [], "none"))
         for number, choice in enumerate(choices):
             prefix = f"{slot.section}.{number}" if slot.many else slot.section
+            options = _component_options(slot, choice, plugins, decided, prefix)
             given = _given_section(plan, slot, number, choice, plugins)
-            for name, value in _component_options(slot, choice, plugins, decided, prefix).items():
+            for name, value in {**options, **given}.items():
                 path = f"{prefix}.{name}"
-                kept = given[name] if name in given and name != "use" else value
-                kept = value if kept in LEFT_OPEN else kept
-                found.append(ResolvedOption(path, kept, sources.get(path, "default")))
+                found.append(ResolvedOption(path, value, sources.get(path, "default")))
     return found
 
 
@@ -83,7 +82,7 @@ def _decided(plan: EnginePlan) -> dict[str, Any]:
 
 
 def _sources(plan: EnginePlan) -> dict[str, str]:
-    """Return who decided each value and why, by dotted path."""
+    """Return the origin and reason of each decided value, by dotted path."""
     return {
         decision.field: f"{decision.by}: {decision.why}" if decision.why else decision.by
         for decision in plan.decisions
@@ -132,7 +131,7 @@ def _is_valid(model: type[BaseModel], values: Mapping[str, Any], name: str, valu
 def _given_section(
     plan: EnginePlan, slot: Slot, number: int, choice: Choice, plugins: PluginSet
 ) -> dict[str, Any]:
-    """Return the operator's options of a chosen component; {} if there are none."""
+    """Return the operator's options of a chosen component, except those left open and ``use``."""
     section = plan.config.get(slot.section)
     if slot.many:
         items = section if isinstance(section, list) else []
@@ -140,7 +139,11 @@ def _given_section(
     if not isinstance(section, dict):
         return {}
     use = canonical(slot, str(section.get("use", "auto")), plugins)
-    return section if use in (choice.name, "auto") else {}
+    if use not in (choice.name, "auto"):
+        return {}
+    return {
+        name: value for name, value in section.items() if name != "use" and value not in LEFT_OPEN
+    }
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class _Flag(Protocol):
-    """A flag of a command (``completion.Flag``)."""
+    """A flag of a command (``completion.ShellFlag``)."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -137,15 +137,18 @@ def fish_script(commands: Sequence[_Command]) -> str:
         at = f"-n {_fish_quoted(f'__glowplug_at {_fish_quoted(path)}')}"
         for name, text in command.commands.items():
             lines.append(f"complete -c glowplug {at} -f -a {name} -d {_fish_quoted(text)}")
-        for flag in command.flags:
-            names = " ".join(
-                f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}"
-                for name in flag.names
-            )
-            values = f" -xa {_fish_quoted(' '.join(flag.choices))}" if flag.choices else ""
-            needs = values or (" -rF" if flag.takes_value else "")
-            lines.append(f"complete -c glowplug {at} {names}{needs} -d {_fish_quoted(flag.help)}")
+        lines += [f"complete -c glowplug {at} {_fish_flag(flag)}" for flag in command.flags]
     return "\n".join(lines) + "\n"
+
+
+def _fish_flag(flag: _Flag) -> str:
+    """Return the arguments of ``complete`` for a flag."""
+    names = " ".join(
+        f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in flag.names
+    )
+    values = f" -xa {_fish_quoted(' '.join(flag.choices))}" if flag.choices else ""
+    needs = values or (" -rF" if flag.takes_value else "")
+    return f"{names}{needs} -d {_fish_quoted(flag.help)}"
 
 
 _FISH = r"""

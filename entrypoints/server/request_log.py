@@ -163,21 +163,24 @@ class RequestRecord:
         if self.trace_id:
             found["trace_id"] = self.trace_id
         if self.generates:
-            found |= {
-                "prompt_tokens": self.prompt_tokens,
-                "output_tokens": self.output_tokens,
-                "cached_tokens": sum(self.cached.values()),
-                "stream": self.streamed,
-                "first_token_seconds": None
-                if self.first is None
-                else round(self.first - self.started, 6),
-                "finish_reason": ",".join(self.finish) or None,
-            }
+            found |= self._count_fields()
         if self.code is not None or self.reason is not None:
             found |= {"code": self.code, "error": _truncated(self.reason or "")}
         if self.left:
             found["client_left"] = True
         return found
+
+    def _count_fields(self) -> dict[str, Any]:
+        """Return the fields of a request that runs sequences."""
+        first = None if self.first is None else round(self.first - self.started, 6)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": sum(self.cached.values()),
+            "stream": self.streamed,
+            "first_token_seconds": first,
+            "finish_reason": ",".join(self.finish) or None,
+        }
 
     def __str__(self) -> str:
         """Return the record for the human format.

@@ -94,12 +94,17 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             ranks[decoded] = int(rank)
         except (binascii.Error, ValueError) as error:
             raise ValueError(f"{path}: line {number}: {error}") from None
+    _check_ranks(ranks, path)
+    return ranks
+
+
+def _check_ranks(ranks: dict[bytes, int], path: Path) -> None:
+    """Raise ValueError if a rank is missing or one of the 256 bytes has no token."""
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"{path}: the ranks are not 0 to {len(ranks) - 1}, each once")
     lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if lacking:
         raise ValueError(f"{path}: no token for the byte {lacking[0]}")
-    return ranks
 
 
 def _merges(names: dict[str, int]) -> list[tuple[str, str]]:

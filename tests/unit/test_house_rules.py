@@ -11,6 +11,7 @@ import typing
 from pathlib import Path
 
 from glowplug.core import protocols
+from glowplug.core.config import operation_options
 from glowplug.core.plugin import hookspecs, offers, options
 from glowplug.core.plugin.component import Options
 from glowplug.core.plugin.slots import BY_NAME, SLOTS
@@ -33,6 +34,8 @@ ENVIRONMENT_ACCESS = {
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     # HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME: where the hub's own tools keep downloaded models
     "core/facts/hub_cache.py",
+    # reports the variables that change how the engine runs, for a bug report
+    "entrypoints/cli/commands/collect_env.py",
     # training: informs the tokenizer's library that worker processes follow
     "models/embedded/training/batches.py",
     "plugins/collectives/rendezvous.py",  # torchrun's meeting place for ranks
@@ -200,8 +203,9 @@ def test_options_describe_themselves() -> None:
     for section in (
         options.MemoryOptions,
         options.ServerOptions,
-        options.LogOptions,
-        options.MetricsOptions,
+        operation_options.LogOptions,
+        operation_options.MetricsOptions,
+        operation_options.TracingOptions,
     ):
         bare += [
             f"{section.__name__}.{name}"

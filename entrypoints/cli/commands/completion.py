@@ -17,7 +17,7 @@ from glowplug.entrypoints.cli.shell_scripts import SCRIPTS
 
 
 @dataclass
-class Flag:
+class ShellFlag:
     """A flag of a command.
 
     Attributes:
@@ -45,7 +45,7 @@ class CommandWords:
 
     path: tuple[str, ...]
     commands: dict[str, str] = field(default_factory=dict)
-    flags: list[Flag] = field(default_factory=list)
+    flags: list[ShellFlag] = field(default_factory=list)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +99,9 @@ def words_of(path: tuple[str, ...], parser: argparse.ArgumentParser) -> Iterator
         yield from words_of((*path, name), command)
 
 
-def _flag(action: argparse.Action) -> Flag:
+def _flag(action: argparse.Action) -> ShellFlag:
     """Return the flag of an argparse action."""
-    return Flag(
+    return ShellFlag(
         tuple(action.option_strings),
         _one_line(action.help or ""),
         takes_value=action.nargs != 0,
