@@ -37,6 +37,8 @@ PACKAGES = {
     "sgl-deep-gemm": "0.1.0",
     "flashinfer-python": "0.6.11.post1",
     "ray": "2.50.0",
+    "opentelemetry-sdk": "1.30.0",
+    "opentelemetry-exporter-otlp-proto-http": "1.30.0",
 }
 LEFT_OPEN = ("auto", None)  #: values that leave the choice to the plan
 #: fitting values of options whose type does not determine them
