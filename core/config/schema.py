@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast
 
 from pydantic import Field, create_model
 
+from glowplug.core.config.operation_options import LogOptions, MetricsOptions, TracingOptions
+from glowplug.core.facts.hub_cache import is_hub_id
 from glowplug.core.plugin.component import CheckContext, Options
 from glowplug.core.plugin.options import (
     OPTION_BASES,
@@ -22,9 +24,7 @@ from glowplug.core.plugin.options import (
     CollectivesOptions,
     ExecutorOptions,
     GraphOptions,
-    LogOptions,
     MemoryOptions,
-    MetricsOptions,
     OpsOptions,
     OutputOptions,
     ParallelOptions,
@@ -83,7 +83,11 @@ class EngineConfig(Section):
         "by glowplug bench",
     )
     skip_tokenizer: bool = Field(False, description="accept and return token ids only")
-    revision: str | None = Field(None, description="accepted without effect; nothing is downloaded")
+    revision: str | None = Field(
+        None,
+        min_length=1,
+        description="branch, tag or commit of a downloaded hub id; None: its default branch",
+    )
     trust_remote_code: bool = Field(
         False, description="accepted without effect; code from a model folder is never run"
     )
@@ -91,6 +95,7 @@ class EngineConfig(Section):
     server: ServerOptions = ServerOptions.model_validate({})
     log: LogOptions = LogOptions.model_validate({})
     metrics: MetricsOptions = MetricsOptions.model_validate({})
+    tracing: TracingOptions = TracingOptions.model_validate({})
 
     if TYPE_CHECKING:  # the sections that config_class() adds, with the slots' base classes
         attention: AttentionOptions
@@ -111,9 +116,10 @@ class EngineConfig(Section):
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         """Return the top-level fields that change nothing in this plan, each with its reason."""
         found = {
-            "revision": "the model is read where it is, nothing is downloaded",
             "trust_remote_code": "code from a model folder is never run",
         }
+        if not is_hub_id(self.model):
+            found["revision"] = "the model is not the id of a downloaded model"
         if self.speculative.simulate_accept_rates is None:
             found["benchmark"] = "no acceptance is simulated"
         if self.skip_tokenizer:

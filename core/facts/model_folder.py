@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from glowplug.core.errors import FactsError
+from glowplug.core.facts.hub_cache import HUB_ID, hub_snapshot
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.facts.safetensors_header import read_tensors
 from glowplug.core.facts.weight_classes import LAYER_PREFIX, next_token_layer
@@ -27,7 +27,6 @@ MAX_JSON = 64 << 20  #: size limit in bytes of config.json and tokenizer_config.
 SAMPLES = 256  #: samples that are read from a checkpoint for its digest
 FEWEST_SAMPLES = 2  #: least number of samples from each file
 SAMPLE_BYTES = 4096  #: size of a sample
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 #: function that returns config.json with the defaults of keys that it may lack
 Normalise = Callable[[dict[str, Any]], dict[str, Any]]
@@ -56,14 +55,15 @@ def embedded_path() -> Path:
     return Path(__file__).absolute().parents[2] / "models" / "embedded" / "checkpoint"
 
 
-def locate_model(name: str) -> str:
+def locate_model(name: str, revision: str | None = None) -> str:
     """Return the path of the folder or file that ``model = name`` refers to; download nothing.
 
     Args:
         name: "embedded", a path, or a hub id that is already downloaded.
+        revision: branch, tag or commit of a hub id; None: the default branch.
 
     Raises:
-        FactsError: there is no such folder, file or downloaded model.
+        FactsError: there is no such folder, file or downloaded model, or its files are incomplete.
     """
     if name == EMBEDDED:
         path = embedded_path()
@@ -76,26 +76,13 @@ def locate_model(name: str) -> str:
     expanded = os.path.expanduser(name)
     if os.path.exists(expanded):  # False also for names that no file can have
         return expanded
-    cached = _hub_snapshot(name)
+    cached = hub_snapshot(name, revision)
     if cached is not None:
         return str(cached)
     fix = f'write a folder that exists, "{EMBEDDED}" for the shipped model'
     if HUB_ID.fullmatch(name):
-        fix += f", or download it first: hf download {name}"
+        fix += f", or download it first: glowplug download {name}"
     raise FactsError(f"no folder or file {name!r}, and no downloaded model of that name", fix)
-
-
-def _hub_snapshot(name: str) -> Path | None:
-    """Return the folder of the newest local snapshot of a hub id; None if there is none.
-
-    NOTE: HF_HOME is the hub library's own variable for the place of its cache.
-    """
-    if not HUB_ID.fullmatch(name):
-        return None
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    snapshots = home / "hub" / f"models--{name.replace('/', '--')}" / "snapshots"
-    found = [path for path in snapshots.glob("*") if (path / "config.json").exists()]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def read_folder(path: Path, rules: ArchitectureRules = NO_RULES) -> ModelFacts | None:

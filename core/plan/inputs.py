@@ -59,7 +59,7 @@ def read_inputs(
         origins: origin of the operator's values by dotted path.
     """
     refusals: list[Refusal] = []
-    reading = _read_model(config.get("model", contributed.get("model")), plugins, refusals)
+    reading = _read_model(config, contributed, plugins, refusals)
     facts = _facts(reading, hardware, plugins)
     facts = _with_template(facts, config.get("chat_template"), refusals)
     defaults = _contributions(plugins, facts, contributed)
@@ -130,17 +130,24 @@ def _with_template(facts: Facts | None, given: object, refusals: list[Refusal]) 
         return facts
 
 
-def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
+def _read_model(
+    config: Mapping[str, Any],
+    contributed: Mapping[str, Any],
+    plugins: PluginSet,
+    refusals: list[Refusal],
+) -> ModelReading | None:
     """Return the facts of the model; None if no model is given or reading it fails.
 
     A failure is added to ``refusals``.
     """
+    name = config.get("model", contributed.get("model"))
+    revision = config.get("revision")
     if isinstance(name, PurePath):
         name = str(name)
     if not isinstance(name, str) or not name:
         return None
     try:
-        return plugins.read_model(name)
+        return plugins.read_model(name, revision if isinstance(revision, str) else None)
     except FactsError as error:
         refusals.append(Refusal("facts", "model", str(error), error.fix or "another model folder"))
     except WeightError as error:

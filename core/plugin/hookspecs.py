@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from glowplug.core.facts.model_folder import ArchitectureRules
     from glowplug.core.plan.plan import Decision, EnginePlan
     from glowplug.core.plugin.component import CheckContext, Component, Tuner
-    from glowplug.core.protocols import Worker
+    from glowplug.core.protocols import RequestObserver, Worker
     from glowplug.core.text.tokenizer import Tokenizer
 
 PROJECT = "glowplug"
@@ -165,6 +165,15 @@ def check_plan(context: CheckContext) -> list[Refusal]:  # type: ignore[empty-bo
 
 
 @hookspec
+def checked_packages() -> list[str]:  # type: ignore[empty-body]
+    """Return names of distributions that the plugin's ``check_plan`` looks up.
+
+    Those that are installed are in ``context.facts.software.packages``. Packages that components
+    require or use are there already.
+    """
+
+
+@hookspec
 def plan_remarks(context: CheckContext) -> list[Decision]:  # type: ignore[empty-body]
     """Return remarks for the plan's table, such as a tuned table that is not used.
 
@@ -215,6 +224,14 @@ def extend_app(app: Any, plan: EnginePlan) -> None:
     """Add routes to ``app``, the server's FastAPI application.
 
     Every route needs a key unless ``server.open_routes`` lists it.
+    """
+
+
+@hookspec
+def request_observers(plan: EnginePlan) -> list[RequestObserver]:  # type: ignore[empty-body]
+    """Return observers (``core/protocols/requests.py``) to be called after each HTTP request.
+
+    The server calls them directly, not through hooks. The hook runs once, before loading.
     """
 
 

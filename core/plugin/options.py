@@ -371,32 +371,3 @@ class ServerOptions(Section):
         if not self.stored_responses:
             found["stored_response_bytes"] = "no response is kept"
         return found
-
-
-class LogOptions(Section):
-    """Options of the log."""
-
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least severe level that is shown"
-    )
-    format: Literal["human", "json"] = Field(
-        "human", description="format of log lines; json: one object per line"
-    )
-    stats_interval: float = Field(
-        10.0, ge=0, description="seconds between lines of statistics; 0: none"
-    )
-    requests: bool = Field(
-        True, description="log a line for each HTTP request, never with its prompt"
-    )
-
-
-class MetricsOptions(Section):
-    """Options of the metrics."""
-
-    enabled: bool = Field(True, description="serve /metrics")
-    compat: tuple[Literal["vllm", "sglang"], ...] = Field(
-        (), description="also export the core series under the names of these engines"
-    )
-
-    def without_effect(self, context: CheckContext) -> dict[str, str]:
-        return {} if self.enabled else {"compat": "metrics.enabled is false"}

@@ -156,14 +156,18 @@ class PluginSet:
                 ) from error
         return results
 
-    def read_model(self, name: str) -> ModelReading:
+    def read_model(self, name: str, revision: str | None = None) -> ModelReading:
         """Return the facts of the model ``name``, cached until its folder or config.json changes.
+
+        Args:
+            name: model as in the configuration.
+            revision: branch, tag or commit of a downloaded hub id; None: the default branch.
 
         Raises:
             FactsError: no such model, or no plugin can read it.
             WeightError: the checkpoint is incomplete or damaged.
         """
-        located = locate_model(name)
+        located = locate_model(name, revision)
         stated = os.path.join(located, "config.json")
         key = (
             located,
@@ -209,15 +213,17 @@ class PluginSet:
 
     @cached_property
     def packages(self) -> frozenset[str]:
-        """Names of the packages that components require or can use, and torch."""
-        return frozenset({"torch", *self._packages(lambda found: True)})
+        """Names of the packages that components require or can use or hooks check, and torch."""
+        checked = self._checked_packages(lambda source: True)
+        return frozenset({"torch", *self._packages(lambda found: True), *checked})
 
     @cached_property
     def third_party_packages(self) -> frozenset[str]:
-        """Names in ``packages`` that no built-in component requires or can use."""
+        """Names in ``packages`` that no built-in plugin requires, uses or checks."""
         return self.packages - {
             "torch",
             *self._packages(lambda found: found.distribution == BUILT_IN),
+            *self._checked_packages(lambda source: source.distribution == BUILT_IN),
         }
 
     def _packages(self, wanted: Callable[[Registration], bool]) -> Iterator[str]:
@@ -225,6 +231,12 @@ class PluginSet:
         for found in filter(wanted, itertools.chain.from_iterable(self._slots.values())):
             yield from (package.name for package in found.component.requires)
             yield from itertools.chain.from_iterable(found.component.uses.values())
+
+    def _checked_packages(self, wanted: Callable[[PluginSource], bool]) -> Iterator[str]:
+        """Yield the packages that the hooks of the ``wanted`` plugins check."""
+        names = {source.name for source in self.sources if wanted(source)}
+        for name, packages in self.call_each("checked_packages"):
+            yield from packages if name in names else ()
 
     @cached_property
     def software(self) -> SoftwareFacts:

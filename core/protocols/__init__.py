@@ -77,6 +77,10 @@ from glowplug.core.protocols.quantization import (
     Quantized as Quantized,
     StartedExperts as StartedExperts,
 )
+from glowplug.core.protocols.requests import (
+    EndedRequest as EndedRequest,
+    RequestObserver as RequestObserver,
+)
 from glowplug.core.protocols.sampling import (
     Sampled as Sampled,
     Sampler as Sampler,

@@ -94,10 +94,26 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # NOTE: the library raises bare Exception
             raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from None
-        config = {
-            **_read_json(folder / "special_tokens_map.json"),
-            **_read_json(folder / "tokenizer_config.json"),
-        }
+        return cls.of_folder(backend, folder)
+
+    @classmethod
+    def of_folder(
+        cls,
+        backend: tokenizers.Tokenizer,
+        folder: Path,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> Tokenizer:
+        """Return a tokenizer with the settings and the chat template of a model folder.
+
+        Args:
+            backend: the tokenizer of the ``tokenizers`` library.
+            folder: the model's folder.
+            defaults: settings that its files may leave out, named as in tokenizer_config.json.
+
+        Raises:
+            ValueError: a file cannot be read; the message names it.
+        """
+        config = {**(defaults or {}), **read_settings(folder)}
         named = (
             (name, _text_of(value)) for name, value in config.items() if name.endswith("_token")
         )
@@ -285,6 +301,45 @@ class Tokenizer:
         if name not in self._templates:
             self._templates[name] = ChatTemplate(self._sources[name])
         return self._templates[name]
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings in ``special_tokens_map.json`` and ``tokenizer_config.json``.
+
+    Raises:
+        ValueError: a file cannot be read; the message names it.
+    """
+    return {
+        **_read_json(folder / "special_tokens_map.json"),
+        **_read_json(folder / "tokenizer_config.json"),
+    }
+
+
+def read_added_tokens(folder: Path) -> dict[int, tokenizers.AddedToken]:
+    """Return the added tokens of a model folder without ``tokenizer.json``, by id.
+
+    They are those of ``added_tokens_decoder`` in tokenizer_config.json, or else those of
+    added_tokens.json.
+
+    Raises:
+        ValueError: an entry is not valid; the message names the file.
+    """
+    path = folder / "tokenizer_config.json"
+    entries = _read_json(path).get("added_tokens_decoder")
+    if entries is None:
+        path = folder / "added_tokens.json"
+        entries = {token: text for text, token in _read_json(path).items()}
+    found = {}
+    try:
+        for token, entry in entries.items():
+            text = _text_of(entry)
+            if not text or int(token) < 0:
+                raise ValueError("no text, or a negative id")
+            special = not isinstance(entry, dict) or bool(entry.get("special", True))
+            found[int(token)] = tokenizers.AddedToken(text, special=special, normalized=False)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: added tokens: {error}") from None
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

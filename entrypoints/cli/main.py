@@ -39,6 +39,9 @@ COMMANDS: dict[str, Command] = {
         "glowplug.entrypoints.chat",
         "chat in the terminal with a running server, or with an engine in this process",
     ),
+    "download": Command(
+        "glowplug.entrypoints.cli.commands.download", "download a model from a hub to its cache"
+    ),
     "demo": Command(
         "glowplug.entrypoints.cli.demo", "print the plan, then stream answers of the embedded model"
     ),
@@ -80,6 +83,18 @@ COMMANDS: dict[str, Command] = {
     ),
     "checkpoint": Command(
         "glowplug.entrypoints.checkpoints.random", "write checkpoints of random weights"
+    ),
+    "collect-env": Command(
+        "glowplug.entrypoints.cli.commands.collect_env",
+        "print versions, devices, folders and variables, for a bug report",
+    ),
+    "config": Command(
+        "glowplug.entrypoints.cli.commands.config",
+        "print the configuration, with the source of each value",
+    ),
+    "completion": Command(
+        "glowplug.entrypoints.cli.commands.completion",
+        "print a script that completes commands and flags in a shell",
     ),
     "version": Command("glowplug.entrypoints.cli.commands.version", "print the version"),
 }

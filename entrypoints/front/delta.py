@@ -21,6 +21,11 @@ class Times(NamedTuple):
     prefill: float | None = None
     decode: float | None = None
 
+    def longest(self, other: Times) -> Times:
+        """Return the longer time of each phase."""
+        pairs = zip(self, other, strict=True)
+        return Times(*(max((t for t in pair if t is not None), default=None) for pair in pairs))
+
 
 class VerifiedDrafts(NamedTuple):
     """The drafts that a sequence's verify steps have had.

@@ -38,7 +38,9 @@ from glowplug.entrypoints.front.open_engine import start_executor
 
 #: section of the configuration that only the server uses -> why it has no effect here
 UNUSED_SECTIONS = {
-    **dict.fromkeys(("server", "log", "metrics"), "LLM(...) serves no HTTP and sets up no log"),
+    **dict.fromkeys(
+        ("server", "log", "metrics", "tracing"), "LLM(...) serves no HTTP and sets up no log"
+    ),
     "outputs": "LLM(...) returns the whole text, the reasoning included",
 }
 

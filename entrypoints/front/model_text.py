@@ -49,7 +49,8 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
                     by="tokenizer",
                     field="tokenizer",
                     reason=f"no tokenizer was found at {tokenizer_path(plan).name!r}",
-                    fix="put tokenizer.json beside the weights, set tokenizer = FOLDER, or "
+                    fix="put tokenizer.json, tokenizer.model or tiktoken.model beside the weights, "
+                    "set tokenizer = FOLDER, or "
                     "skip_tokenizer = true",
                 )
             ]

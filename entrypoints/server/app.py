@@ -117,6 +117,7 @@ def _add_middleware(app: FastAPI, context: Context) -> None:
         max_body_bytes=context.options.max_body_bytes,
         metrics=context.metrics,
         log=context.log,
+        observers=context.observers,
         polls=[route.path for route in ROUTES if route.poll],
     )
 

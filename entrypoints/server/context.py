@@ -9,10 +9,11 @@ from pathlib import PurePath
 
 from fastapi import Request
 
+from glowplug.core.config.operation_options import LogOptions, MetricsOptions
 from glowplug.core.errors import RequestError
 from glowplug.core.plan.fingerprint import answers_fingerprint
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plugin.options import LogOptions, MetricsOptions, ServerOptions
+from glowplug.core.plugin.options import ServerOptions
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.text.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from glowplug.entrypoints.server.generate.job import Jobs
 from glowplug.entrypoints.server.generate.text_pool import TextWorkers
 from glowplug.entrypoints.server.generate.token_names import TokenNames
 from glowplug.entrypoints.server.metrics import Metrics
+from glowplug.entrypoints.server.observers import RequestObservers
 from glowplug.entrypoints.server.request_log import RequestLog
 from glowplug.entrypoints.server.responses.store import ResponseStore
 
@@ -48,6 +50,7 @@ class Context:
         log: the request log.
         grammars: the checks of requests' grammars.
         stored: the responses kept for ``/v1/responses``.
+        observers: the plugins' observers of ended requests.
         started: start of the server, seconds since the epoch.
         draining: set by the first SIGTERM; new work is then refused with 503.
     """
@@ -66,6 +69,7 @@ class Context:
     log: RequestLog
     grammars: GrammarGate
     stored: ResponseStore
+    observers: RequestObservers
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
@@ -103,6 +107,7 @@ class Context:
             RequestLog(LogOptions.model_validate(plan.config.get("log", {})).requests),
             GrammarGate(plan, plugins),
             ResponseStore(options.stored_responses, options.stored_response_bytes),
+            _observers(plan, plugins, options),
         )
 
     @property
@@ -138,6 +143,15 @@ def _base_name(model: str) -> str:
     """Return the last part of a model's path; a hub id such as "org/name" is returned unchanged."""
     path = PurePath(model)
     return path.name if path.is_absolute() or model.startswith(".") else model
+
+
+def _observers(
+    plan: EnginePlan, plugins: PluginSet | None, options: ServerOptions
+) -> RequestObservers:
+    """Return the observers of requests that plugins register."""
+    found = plugins.call_each("request_observers", plan=plan) if plugins is not None else ()
+    name = options.served_model_name or _base_name(plan.model)
+    return RequestObservers([one for _, observers in found for one in observers or ()], name)
 
 
 async def get_context(request: Request) -> Context:

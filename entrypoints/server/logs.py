@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from glowplug.core.plugin.options import LogOptions
+from glowplug.core.config.operation_options import LogOptions
 from glowplug.core.step.draft_counts import Acceptance, since
 from glowplug.core.step.messages import Stats
 from glowplug.entrypoints.front.client import EngineClient
@@ -37,19 +37,23 @@ def printable(text: str) -> str:
 class OneLine(logging.Formatter):
     """Log formatter for people: ``INFO 11-21 02:00:00 [name] message``.
 
-    Unprintable text is escaped.
+    Unprintable text is escaped. A line about a request ends with its id (``id=...``), which its
+    caller passes as ``extra={"id": ...}``.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
         line = f"{record.levelname} {when} [{record.name}] {printable(record.getMessage())}"
+        if hasattr(record, "id"):
+            line += f" id={printable(str(record.id))}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 class JsonLine(logging.Formatter):
     """Log formatter for programs: one JSON object per record, on one line.
 
-    If the logged object has a method ``fields``, its result replaces the field "message".
+    If the logged object has a method ``fields``, its result replaces the field "message". A line
+    about a request has its id.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -61,6 +65,8 @@ class JsonLine(logging.Formatter):
             "logger": record.name,
             **message,
         }
+        if hasattr(record, "id"):
+            body["id"] = str(record.id)
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
         return orjson.dumps(body).decode()

@@ -1,6 +1,6 @@
 """Names and bucket edges of the metrics.
 
-Our names are vLLM's with another prefix. ``COMPAT`` maps the names of other engines to ours.
+Our names are vLLM's with another prefix; ``compat_names.py`` has those of other engines.
 """
 
 from __future__ import annotations
@@ -323,57 +323,3 @@ LABELLED_SERIES: tuple[tuple[str, str, str, Callable[[Stats], list[tuple[str, fl
 BY_GROUP = frozenset(
     {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_hit_rate"}
 )
-
-#: prefix -> name in that engine -> our name; series that dashboards, gateways and autoscalers read
-COMPAT: dict[str, dict[str, str]] = {
-    "vllm": {
-        name: name
-        for name in (
-            "num_requests_running",
-            "num_requests_waiting",
-            "kv_cache_usage_perc",
-            "prefix_cache_queries_total",
-            "prefix_cache_hits_total",
-            "num_preemptions_total",
-            "prompt_tokens_total",
-            "generation_tokens_total",
-            "request_success_total",
-            "time_to_first_token_seconds",
-            "inter_token_latency_seconds",
-            "request_time_per_output_token_seconds",
-            "e2e_request_latency_seconds",
-            "request_queue_time_seconds",
-            "request_prefill_time_seconds",
-            "request_decode_time_seconds",
-            "request_inference_time_seconds",
-            "spec_decode_num_drafts_total",
-            "spec_decode_num_draft_tokens_total",
-            "spec_decode_num_accepted_tokens_total",
-            "spec_decode_num_accepted_tokens_per_pos_total",
-            "request_prompt_tokens",
-            "request_generation_tokens",
-            "request_params_n",
-            "request_params_max_tokens",
-        )
-    },
-    "sglang": {
-        "num_running_reqs": "num_requests_running",
-        "num_queue_reqs": "num_requests_waiting",
-        "num_used_tokens": "kv_used_tokens",
-        "token_usage": "kv_cache_usage_perc",
-        "cache_hit_rate": "cache_hit_rate",
-        "prompt_tokens_total": "prompt_tokens_total",
-        "generation_tokens_total": "generation_tokens_total",
-        "cached_tokens_total": "cached_tokens_total",
-        "num_requests_total": "num_requests_total",
-        "num_aborted_requests_total": "num_aborted_requests_total",
-        "num_retracted_requests_total": "num_preemptions_total",
-        "time_to_first_token_seconds": "time_to_first_token_seconds",
-        "inter_token_latency_seconds": "inter_token_latency_seconds",
-        "e2e_request_latency_seconds": "e2e_request_latency_seconds",
-        "spec_accept_length": "spec_accept_length",
-        "spec_accept_rate": "spec_accept_rate",
-        "spec_verify_calls_total": "spec_decode_num_drafts_total",
-        "max_total_num_tokens": "max_total_num_tokens",
-    },
-}

@@ -1,6 +1,7 @@
 """Prometheus metrics named ``glowplug:...``, with vLLM's names after the prefix.
 
-``metrics.compat`` exports the most used series a second time, under the names of other engines.
+``metrics.compat`` exports series a second time, under the names of other engines
+(``compat_names.py``).
 
 The registry is our own: counters, gauges and histograms with fixed labels, without a client
 library. Label values never come from a user.
@@ -9,15 +10,15 @@ library. Label values never come from a user.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from glowplug.core.plugin.options import MetricsOptions
+from glowplug.core.config.operation_options import MetricsOptions
 from glowplug.core.step.messages import Stats
 from glowplug.entrypoints.front.delta import Times
+from glowplug.entrypoints.server.compat_names import COMPAT
 from glowplug.entrypoints.server.metric_names import (
     BY_GROUP,
-    COMPAT,
     ITL_EDGES,
     LABELLED_SERIES,
     LATENCY_EDGES,
@@ -246,6 +247,9 @@ class Metrics:
         )
         self.output_tokens = self._counter("generation_tokens_total", "Tokens generated.")
         self.requests = self._counter("num_requests_total", "Requests admitted by the server.")
+        self.sequences = self._counter(
+            "num_sequences_total", "Sequences that have ended, by any reason."
+        )
         self.success = self._counter(
             "request_success_total", "Sequences by finish reason.", "finished_reason"
         )
@@ -271,6 +275,10 @@ class Metrics:
     def _add(self, metric: M) -> M:
         self._all[metric.name] = metric
         return metric
+
+    def __iter__(self) -> Iterator[Metric]:
+        """Iterate over the metrics in the order of the text."""
+        return iter(self._all.values())
 
     @property
     def enabled(self) -> bool:
@@ -299,15 +307,19 @@ class Metrics:
         """Return all metrics in the Prometheus text format, version 0.0.4."""
         lines: list[str] = []
         for name, metric in self._all.items():
-            self._write(lines, f"glowplug:{name}", metric)
-        for prefix in self._options.compat:
-            for theirs, ours in COMPAT[prefix].items():
-                self._write(lines, f"{prefix}:{theirs}", self._all[ours])
+            self._write(lines, f"glowplug:{name}", metric, {})
+        for prefix in self._options.prefixes:
+            for series in COMPAT[prefix]:
+                metric = self._all[series.ours]
+                self._write(lines, f"{prefix}:{series.name}", metric, series.labels)
         return "\n".join(lines) + "\n"
 
-    def _write(self, lines: list[str], name: str, metric: Metric) -> None:
+    def _write(
+        self, lines: list[str], name: str, metric: Metric, more_labels: Mapping[str, str]
+    ) -> None:
+        """Add the lines of one metric. ``more_labels``: labels of all its samples."""
         lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
-        model = f'model_name="{_escape(self._model)}"'
+        common = _render(("model_name", *more_labels), (self._model, *more_labels.values()))
         for suffix, labels, value in metric.samples():
-            joined = f"{model},{labels}" if labels else model
+            joined = f"{common},{labels}" if labels else common
             lines.append(f"{name}{suffix}{{{joined}}} {value:.17g}")

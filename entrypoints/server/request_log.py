@@ -18,7 +18,8 @@ from typing import Any
 import orjson
 
 from glowplug.core.errors import EngineDead, RequestError
-from glowplug.entrypoints.front.delta import Delta
+from glowplug.core.step.request import SamplingParams
+from glowplug.entrypoints.front.delta import Delta, Times
 from glowplug.entrypoints.server.logs import printable
 
 logger = logging.getLogger("glowplug.request")
@@ -28,6 +29,8 @@ CLIENT_CLOSED = 499  #: logged status if the client disconnected before the resp
 UNANSWERED = 500  #: status until the response starts; it stays after an unexpected error
 TEXT_CHARS_MAX = 300  #: characters logged of a path or a reason
 
+#: W3C trace context: version, trace id, id of the parent span, flags
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 #: text that is logged without quotes: visible ASCII without a quotation mark
 _UNQUOTED = re.compile(r"[!#-~]{1,300}")
 
@@ -45,9 +48,14 @@ class RequestRecord:
             (monotonic).
         status: HTTP status; a stream that fails after its start keeps 200.
         seconds: time from arrival to the end of the response.
+        trace: the headers ``traceparent`` and ``tracestate`` of the client.
+        trace_id: the trace id in a valid ``traceparent``, else "".
         job: the id in the body if it differs from ``id``, else "".
         streamed: the response is a stream of events.
         generates: the request runs sequences.
+        params: sampling parameters of the first sequence; None if no sequence ran.
+        sequences: number of sequences.
+        times: the longest time of any sequence in each phase.
         prompt_tokens, output_tokens: token counts of all sequences; a shared prompt counts once.
         cached: prompt tokens found in the prefix cache, by index of the prompt.
         finish: finish reasons of the sequences, each once (the keys of a dict, for their order).
@@ -62,9 +70,14 @@ class RequestRecord:
     started: float = field(default_factory=time.monotonic)
     status: int = UNANSWERED
     seconds: float = 0.0
+    trace: dict[str, str] = field(default_factory=dict)
+    trace_id: str = ""
     job: str = ""
     streamed: bool = False
     generates: bool = False
+    params: SamplingParams | None = None
+    sequences: int = 0
+    times: Times = Times()
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)
@@ -74,11 +87,26 @@ class RequestRecord:
     reason: str | None = None
     left: bool = False
 
-    def begin(self, job: str, prompt_tokens: int) -> None:
-        """Record that the request was accepted. ``job``: the id given to its sequences."""
+    def begin(self, job: str, prompt_tokens: int, params: SamplingParams, sequences: int) -> None:
+        """Record that the request was accepted.
+
+        Args:
+            job: the id given to its sequences.
+            prompt_tokens: tokens of its prompts.
+            params: sampling parameters of the first sequence.
+            sequences: number of sequences.
+        """
         self.generates = True
         self.job = job if job != self.id else ""
         self.prompt_tokens = prompt_tokens
+        self.params = params
+        self.sequences = sequences
+
+    def set_trace(self, trace: dict[str, str]) -> None:
+        """Record the client's trace headers."""
+        self.trace = trace
+        match = _TRACEPARENT.fullmatch(trace.get("traceparent", ""))
+        self.trace_id = match.group(1) if match else ""
 
     def leave(self) -> None:
         """Record a disconnect of the client. If no response has started, the status becomes 499."""
@@ -95,6 +123,7 @@ class RequestRecord:
         """
         self.output_tokens += last.output_tokens
         self.cached[prompt] = max(self.cached.get(prompt, 0), last.cached_tokens)
+        self.times = self.times.longest(last.times)
         if last.finish_reason is not None:
             self.finish[last.finish_reason] = None
 
@@ -131,22 +160,27 @@ class RequestRecord:
         }
         if self.job:
             found["rid"] = self.job
+        if self.trace_id:
+            found["trace_id"] = self.trace_id
         if self.generates:
-            found |= {
-                "prompt_tokens": self.prompt_tokens,
-                "output_tokens": self.output_tokens,
-                "cached_tokens": sum(self.cached.values()),
-                "stream": self.streamed,
-                "first_token_seconds": None
-                if self.first is None
-                else round(self.first - self.started, 6),
-                "finish_reason": ",".join(self.finish) or None,
-            }
+            found |= self._count_fields()
         if self.code is not None or self.reason is not None:
             found |= {"code": self.code, "error": _truncated(self.reason or "")}
         if self.left:
             found["client_left"] = True
         return found
+
+    def _count_fields(self) -> dict[str, Any]:
+        """Return the fields of a request that runs sequences."""
+        first = None if self.first is None else round(self.first - self.started, 6)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": sum(self.cached.values()),
+            "stream": self.streamed,
+            "first_token_seconds": first,
+            "finish_reason": ",".join(self.finish) or None,
+        }
 
     def __str__(self) -> str:
         """Return the record for the human format.
@@ -157,6 +191,8 @@ class RequestRecord:
         parts.append(f"id={_quoted(self.id)}")
         if self.job:
             parts.append(f"rid={_quoted(self.job)}")
+        if self.trace_id:
+            parts.append(f"trace={self.trace_id}")
         parts.append(f"client={_quoted(self.client)}")
         total = f"total={self.seconds:.3f}s"
         parts += [*self._counts(), total, *self._end()] if self.generates else [total]

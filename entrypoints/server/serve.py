@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 
 import uvicorn
 
+from glowplug.core.config.operation_options import LogOptions
 from glowplug.core.errors import GlowplugError, PlanRefused
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plugin.options import LogOptions, ServerOptions
+from glowplug.core.plugin.options import ServerOptions
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor, OutputParserFactory, Worker
 from glowplug.core.startup.components import build_component
@@ -250,6 +251,7 @@ class HttpServer:
                 await self._client.close()
                 self._context.texts.close()
                 self._context.grammars.close()
+                self._context.observers.close()
 
     async def _supervise(
         self, http: asyncio.Task[None], make: Callable[[], Executor] | None

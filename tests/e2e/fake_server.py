@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from glowplug.core.plugin.options import LogOptions
+from glowplug.core.config.operation_options import LogOptions
 from glowplug.core.protocols import Executor
 from glowplug.entrypoints.server.logs import set_up_logging
 from glowplug.entrypoints.server.serve import bind, serve_until_done

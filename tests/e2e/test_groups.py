@@ -427,7 +427,7 @@ def test_statistics_add_up_over_groups() -> None:
 
 @pytest.fixture
 def scraped() -> Iterator[Any]:
-    from glowplug.core.plugin.options import MetricsOptions
+    from glowplug.core.config.operation_options import MetricsOptions
     from glowplug.entrypoints.server.metrics import Metrics
 
     groups = [Stats(running=2), Stats(running=5, group=1)]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from glowplug.entrypoints.server.compat_names import ABSENT, COMPAT
 from tests.e2e.serving import HTTP, Served, gauge, served
 
 VALUE = r'"(?:[^"\\\n]|\\.)*"'
@@ -110,6 +111,49 @@ def test_other_names_have_the_same_values(server: Served) -> None:
         assert gauge(text, theirs, prefix) == gauge(text, ours)
     for prefix in ("vllm", "sglang"):
         assert sum(line.startswith(f"# TYPE {prefix}:") for line in text.splitlines()) >= 15
+
+
+def test_other_names_have_the_labels_of_their_engine(server: Served) -> None:
+    lines = scrape(server).splitlines()
+    (running,) = (line for line in lines if line.startswith("vllm:num_requests_running{"))
+    assert running == 'vllm:num_requests_running{model_name="odd\\"name\\n",engine="0"} 0'
+    (queued,) = (line for line in lines if line.startswith("sglang:num_queue_reqs{"))
+    assert 'engine_type="unified",tp_rank="0",pp_rank="0"' in queued
+    (asked,) = (line for line in lines if line.startswith("sglang:num_requests_total{"))
+    assert 'model_name="odd\\"name\\n"}' in asked
+
+
+def test_sequences_count_as_sglang_s_requests(server: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "say:abc"}], "n": 2}
+    HTTP.post(server.url + CHAT, json=body)
+    text = scrape(server)
+    assert gauge(text, "num_requests_total") == 1
+    assert gauge(text, "num_requests_total", "sglang") == gauge(text, "num_sequences_total") == 2
+
+
+def test_names_of_another_meaning_are_not_exported(server: Served) -> None:
+    text = scrape(server)
+    for prefix, names in ABSENT.items():
+        exported = {series.name for series in COMPAT[prefix]}
+        assert not exported & names.keys()
+        assert [name for name in names if f"{prefix}:{name}" in text] == []
+
+
+@pytest.mark.parametrize(
+    ("compat", "prefixes"),
+    [
+        ("none", set()),
+        ("vllm", {"vllm"}),
+        ("sglang", {"sglang"}),
+        ("all", {"vllm", "sglang"}),
+        (["sglang"], {"sglang"}),
+    ],
+)
+def test_other_names_are_exported_on_request(compat: str | list[str], prefixes: set[str]) -> None:
+    with served(metrics={"compat": compat}) as one:
+        text = scrape(one)
+    found = {name for name in ("vllm", "sglang") if f"# TYPE {name}:" in text}
+    assert found == prefixes
 
 
 def test_vllm_s_counters_and_phase_histograms_have_its_names_and_units(server: Served) -> None:

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from glowplug.core.plugin.options import LogOptions
+from glowplug.core.config.operation_options import LogOptions
 from glowplug.entrypoints.server.logs import JsonLine, OneLine, printable
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import Served, served
@@ -378,6 +378,33 @@ def test_a_template_s_own_words_stay_out(lines: Lines, monkeypatch: pytest.Monke
     assert SECRET in answer.text
     assert (one["status"], one["code"], one["error"]) == (400, "template_error", "")
     assert SECRET not in "".join(lines.human)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_traceback_of_a_request_has_its_id(
+    server: Served,
+    lines: Lines,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+) -> None:
+    def broken(self: Any, delta: Any) -> None:
+        if delta.output_tokens > 1:
+            raise RuntimeError("a fault of the server")
+
+    monkeypatch.setattr("glowplug.entrypoints.server.generate.job.Meter.observe", broken)
+    with httpx.Client(base_url=server.url, headers={"x-request-id": "my-own-1"}) as client:
+        client.post(COMPLETIONS, json={"prompt": "say:abcdef", "stream": stream})
+    lines.requests(1)
+    shown = [*lines.human, *(OneLine().format(record) for record in caplog.records)]
+    (traceback,) = {line for line in shown if "a fault of the server" in line}
+    assert "id=my-own-1" in traceback or "request id: my-own-1" in traceback
+
+
+def test_a_line_about_a_request_has_its_id_in_both_formats() -> None:
+    record = logging.makeLogRecord({"msg": "a stream failed", "name": "x", "id": "a\x1b1"})
+    assert OneLine().format(record).endswith("a stream failed id=a\\x1b1")
+    assert json.loads(JsonLine().format(record))["id"] == "a\x1b1"
 
 
 FORGERIES = [

@@ -238,13 +238,8 @@ def test_server_info_and_metrics_grow_with_the_same_drafts(server: Served) -> No
     assert labelled(text, "spec_decode_num_drafts_per_pos_total") == [verified] * 3
     assert labelled(text, "spec_decode_steps_total") == [shape["engine_steps"]]
     assert 'shape="3/1/4"' in text and 'position="2"' in text
-    for prefix in ("glowplug", "sglang"):
-        assert gauge(text, "spec_accept_length", prefix) == pytest.approx(
-            found["accept_length"]["since_start"]
-        )
-        assert gauge(text, "spec_accept_rate", prefix) == pytest.approx(
-            found["accept_rate"]["since_start"]
-        )
+    assert gauge(text, "spec_accept_length") == pytest.approx(found["accept_length"]["since_start"])
+    assert gauge(text, "spec_accept_rate") == pytest.approx(found["accept_rate"]["since_start"])
     assert gauge(text, "spec_verify_calls_total", "sglang") == verified
     assert gauge(text, "spec_acceptance_falls_total") == 0
 

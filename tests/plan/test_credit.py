@@ -37,6 +37,8 @@ PACKAGES = {
     "sgl-deep-gemm": "0.1.0",
     "flashinfer-python": "0.6.11.post1",
     "ray": "2.50.0",
+    "opentelemetry-sdk": "1.30.0",
+    "opentelemetry-exporter-otlp-proto-http": "1.30.0",
 }
 LEFT_OPEN = ("auto", None)  #: values that leave the choice to the plan
 #: fitting values of options whose type does not determine them
@@ -61,7 +63,8 @@ FITTING: dict[str, list[Any]] = {
     "prefill_tokens": [[16, 64]],
     "cors_origins": [["http://a"]],
     "open_routes": [["/health"]],
-    "compat": [["vllm"]],
+    "compat": [["vllm"], "vllm", "all", "none"],
+    "endpoint": ["http://10.0.0.9:4318/v1/traces"],
     "simulate_accept_rates": [[0.5]],
     "gemm": ["triton", "cutlass", "deep_gemm"],
 }
@@ -307,6 +310,8 @@ WORDS: dict[str, list[str]] = {
     "--tool-call-parser": ["kimi_k2"],
     "--log-level": ["debug"],
     "--log-format": ["json"],
+    "--metrics-compat": ["vllm"],
+    "--otlp-traces-endpoint": ["http://10.0.0.9:4318/v1/traces"],
     "--cuda-graph-bs": ["1", "2"],
     "--piecewise-cuda-graph-tokens": ["16"],
     "--piecewise-cuda-graph-max-tokens": ["64"],

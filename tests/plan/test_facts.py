@@ -184,7 +184,7 @@ def test_hub_names_are_found_only_when_downloaded(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(FactsError) as caught:
         locate_model("some/model")
-    assert "hf download some/model" in caught.value.fix
+    assert "glowplug download some/model" in caught.value.fix
     snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
     write_model(snapshot, TINY_V3)
     assert locate_model("some/model") == str(snapshot)

@@ -76,8 +76,8 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (
         ["--tokenizer-revision", "main"],
-        f"--tokenizer-revision {VLLM_HAS}; nothing is downloaded: use --model FOLDER, or run hf "
-        "download first",
+        f"--tokenizer-revision {VLLM_HAS}; nothing is downloaded: use --model FOLDER, or run "
+        "glowplug download first",
     ),
     (["--enable-eplb"], f"--enable-eplb {BOTH_HAVE}; {RECORD}"),
     (

@@ -122,7 +122,12 @@ def drafter(**offers: Any) -> Component:
             "keep one",
         ),
         ({"model": "/no/such/folder"}, "model", "no folder or file", "embedded"),
-        ({"model": "someone/unseen"}, "model", "no folder or file", "hf download someone/unseen"),
+        (
+            {"model": "some/unseen"},
+            "model",
+            "no folder or file",
+            "glowplug download some/unseen",
+        ),
     ],
 )
 def test_refused_with_field_reason_and_fix(refused, config, field, reason, fix) -> None:

@@ -34,7 +34,7 @@ def idle(plan: EnginePlan) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("config", "path", "why"),
     [
-        ({"revision": "main"}, "revision", "nothing is downloaded"),
+        ({"revision": "main"}, "revision", "not the id of a downloaded model"),
         ({"trust_remote_code": True}, "trust_remote_code", "never run"),
         (
             {"tokenizer": "x", "skip_tokenizer": True},

@@ -26,7 +26,10 @@ from tests.support.waiting import until
 
 #: import names of packages in the extras for users; a runtime module that uses one needs a reason
 #: to be chosen
-EXTRAS = {"triton", "flashinfer", "sgl_kernel", "deep_gemm", "ray", "xgrammar"}
+EXTRAS = {
+    *("triton", "flashinfer", "sgl_kernel", "deep_gemm", "ray", "xgrammar"),
+    *("opentelemetry", "sentencepiece", "google", "huggingface_hub"),
+}
 #: packages that a single folder may import -> the folder's reason
 APART = {
     "pytest": "core/testing/",  # suites that plugin authors run under pytest

@@ -49,6 +49,7 @@ ALSO = {
     ("plugins/executors", "startup"): "executors start ranks",
     ("plugins/executors", "engine"): "executors run the loop of a rank",
     ("plugins/outputs", "text"): "the tokenizer is text",
+    ("plugins/tokenizers", "text"): "the tokenizer is text",
     ("plugins/grammar", "text"): "the tokenizer is text",
 }
 

@@ -11,6 +11,7 @@ import typing
 from pathlib import Path
 
 from glowplug.core import protocols
+from glowplug.core.config import operation_options
 from glowplug.core.plugin import hookspecs, offers, options
 from glowplug.core.plugin.component import Options
 from glowplug.core.plugin.slots import BY_NAME, SLOTS
@@ -33,7 +34,10 @@ ENVIRONMENT_ACCESS = {
     # GLOWPLUG_API_KEY and OPENAI_API_KEY: the key of a client, which no command line need show
     "entrypoints/chat/__init__.py",
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
-    "core/facts/model_folder.py",  # HF_HOME: where the hub's own tools keep downloaded models
+    # HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME: where the hub's own tools keep downloaded models
+    "core/facts/hub_cache.py",
+    # reports the variables that change how the engine runs, for a bug report
+    "entrypoints/cli/commands/collect_env.py",
     # training: informs the tokenizer's library that worker processes follow
     "models/embedded/training/batches.py",
     "plugins/collectives/rendezvous.py",  # torchrun's meeting place for ranks
@@ -201,8 +205,9 @@ def test_options_describe_themselves() -> None:
     for section in (
         options.MemoryOptions,
         options.ServerOptions,
-        options.LogOptions,
-        options.MetricsOptions,
+        operation_options.LogOptions,
+        operation_options.MetricsOptions,
+        operation_options.TracingOptions,
     ):
         bare += [
             f"{section.__name__}.{name}"

@@ -15,12 +15,13 @@ from glowplug.core.config.schema import masked
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.table import DETAILS, render
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options, add_model_word
 from glowplug.entrypoints.cli.flags.command_line import read_command_line
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser)
     parser.add_argument(
         "--json", action="store_true", help="print the plan, or the numeric report, as JSON"
     )

@@ -7,11 +7,12 @@ import sys
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.entrypoints.cli.commands.check import add_plan_option, check_tokenizer, show_plan
-from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options, add_model_word
 from glowplug.entrypoints.cli.flags.command_line import read_command_line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     add_plan_option(parser, "brief; full with --dry-run")
     add_engine_options(parser)

@@ -48,6 +48,13 @@ class _UniqueValue(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def add_model_word(parser: argparse.ArgumentParser) -> None:
+    """Add the argument MODEL, which means the same as ``--model MODEL``."""
+    parser.add_argument(
+        "model_word", nargs="?", metavar="MODEL", help="the model, in place of --model MODEL"
+    )
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add all engine flags, and the options for configuration file, fact sheet and plugins."""
     group = parser.add_argument_group("engine")

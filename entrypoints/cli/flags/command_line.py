@@ -21,6 +21,7 @@ from glowplug.core.facts.model_folder import EMBEDDED
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.entrypoints.cli.flags.flag import GivenFlag
 from glowplug.entrypoints.cli.flags.layer import command_line_layer, drop_unused_options, value_at
 from glowplug.entrypoints.cli.flags.output_parsers import without_wrong_parsers
 from glowplug.entrypoints.cli.flags.parallel import arrange
@@ -124,7 +125,7 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
         ConfigError: the file or the fact sheet cannot be read.
     """
     plugins = plugins or load_plugins(extra=args.extra_plugins, block=args.blocked_plugins)
-    given = list(with_single_flags(getattr(args, "engine_flags", []), FLAGS))
+    given = list(with_single_flags([*_model_word(args), *getattr(args, "engine_flags", [])], FLAGS))
     layer, notes = command_line_layer(given, args.overrides)
     notes += _always_on_notes(args)
     if args.config:
@@ -135,6 +136,13 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
     resolve_folder(layer, given, plugins)
     source = Path(args.config).name if args.config else "the command line"
     return CommandLine(layer, source, plugins, _sheet(args.facts, layer), notes)
+
+
+def _model_word(args: argparse.Namespace) -> list[GivenFlag]:
+    """Return the model that is given without a flag, as if it were given with ``--model``."""
+    word = getattr(args, "model_word", None)
+    flag = next(flag for flag in FLAGS if flag.path == "model")
+    return [] if word is None else [GivenFlag(flag, flag.names[0], word)]
 
 
 def _always_on_notes(args: argparse.Namespace) -> list[Decision]:
@@ -169,10 +177,13 @@ def _resolve_attention(layer: Layer, plugins: PluginSet) -> None:
     if not layer.origins.get(path, "").startswith("--attention-backend"):
         return
     model = str(layer.data.get("model", EMBEDDED))
-    set_path(layer.data, path, attention_backend(value_at(layer.data, path), model, plugins))
+    name = attention_backend(value_at(layer.data, path), model, plugins, layer.data.get("revision"))
+    set_path(layer.data, path, name)
 
 
-def attention_backend(name: str, model: str, plugins: PluginSet) -> str:
+def attention_backend(
+    name: str, model: str, plugins: PluginSet, revision: str | None = None
+) -> str:
     """Return the name of the backend that ``name``, such as "fa3", stands for with a model.
 
     A name that stands for no backend is returned unchanged, and the plan refuses it. For a model
@@ -187,7 +198,7 @@ def attention_backend(name: str, model: str, plugins: PluginSet) -> str:
         if found.component.name == f"{name}_{kind}"
     }
     try:
-        kind = plugins.read_model(model).facts.kind
+        kind = plugins.read_model(model, revision).facts.kind
     except GlowplugError:
         kind = next(iter(of_library.values()), "")
     full = f"{name}_{kind}"

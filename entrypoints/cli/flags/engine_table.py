@@ -73,7 +73,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         "maximum sequence length in tokens",
         int,
     ),
-    Flag(("--revision",), "revision", "accepted; nothing is downloaded, the local files are read"),
+    Flag(("--revision",), "revision", "branch, tag or commit of a downloaded hub id"),
     switch(
         "--trust-remote-code",
         "trust_remote_code",

@@ -86,7 +86,7 @@ ALTERNATIVES: tuple[tuple[str, str], ...] = (
     (r"^data-parallel-", "all --dp-size groups share one server"),
     (
         r"^(download-dir|code-revision|tokenizer-revision|hf-token)$",
-        "nothing is downloaded: use --model FOLDER, or run hf download first",
+        "nothing is downloaded: use --model FOLDER, or run glowplug download first",
     ),
     (
         r"^(hf-overrides|json-model-override-args|rope-scaling|rope-theta)$",
@@ -103,6 +103,10 @@ ALTERNATIVES: tuple[tuple[str, str], ...] = (
     (
         r"^(ssl-|root-path$|fastapi-root-path$|uds$|enable-http2)",
         "run a proxy in front of the server",
+    ),
+    (
+        r"^(collect-detailed-traces|enable-trace|trace-level|otlp-service-name)$",
+        "use --otlp-traces-endpoint URL and the section tracing",
     ),
     (r"^middleware$", "write a plugin with the hook extend_app"),
     (r"^(reasoning|tool)-parser-plugin$", "use --plugin MODULE"),
@@ -130,7 +134,7 @@ BOTH = frozenset(
     enable-mamba-cache-stochastic-rounding enable-mfu-metrics enable-return-routed-experts
     enable-ssl-refresh grpc-port kv-events-config language-model-only lora-target-modules
     mamba-backend mamba-cache-philox-rounds max-lora-rank model-impl model-loader-extra-config
-    offload-group-size offload-num-in-group offload-prefetch-step otlp-traces-endpoint
+    offload-group-size offload-num-in-group offload-prefetch-step
     pipeline-parallel-size quantization-param-path ssl-ca-certs ssl-certfile ssl-keyfile
     tokenizer-mode tool-server trust-request-chat-template watermark-config
 """.split()

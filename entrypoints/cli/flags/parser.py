@@ -28,9 +28,21 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
+        self._take_late_words(found, unknown)
         if unknown:
             self.error("; ".join(self._unexpected(unknown)))
         return found
+
+    def _take_late_words(self, found: argparse.Namespace, unknown: list[str]) -> None:
+        """Move words of ``unknown`` to optional arguments that come after flags.
+
+        NOTE: before Python 3.13 argparse gives such an argument its default as soon as it meets a
+        flag (https://github.com/python/cpython/issues/59317).
+        """
+        for action in self._get_positional_actions():
+            missed = action.nargs == "?" and getattr(found, action.dest) == action.default
+            if missed and unknown and not unknown[0].startswith("-"):
+                setattr(found, action.dest, self._get_values(action, [unknown.pop(0)]))
 
     def _unexpected(self, words: Sequence[str]) -> Iterator[str]:
         """Yield an error for each word of the command line that no option takes.

@@ -70,4 +70,14 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     switch("--page", "server.page", True, "serve a page with status and chat at / (the default)"),
     switch("--no-page --disable-page", "server.page", False, "serve no page at /"),
     switch("--enable-metrics", "metrics.enabled", True, "serve Prometheus metrics (the default)"),
+    Flag(
+        ("--otlp-traces-endpoint",),
+        "tracing.endpoint",
+        "URL of an OTLP collector that receives a span for each request",
+    ),
+    Flag(
+        ("--metrics-compat",),
+        "metrics.compat",
+        "also export metrics under other engines' names: none, vllm, sglang or all",
+    ),
 )

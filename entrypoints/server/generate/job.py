@@ -221,6 +221,7 @@ class Meter:
         metrics.output_length.observe(self._tokens)
         metrics.prompt_tokens.inc(delta.prompt_tokens)
         metrics.cached_tokens.inc(delta.cached_tokens)
+        metrics.sequences.inc()
         metrics.success.inc(labels=(delta.finish_reason or "",))
         if self._tokens > 1:
             metrics.tpot.observe((self._last - self._first) / (self._tokens - 1))

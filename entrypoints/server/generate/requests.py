@@ -120,7 +120,8 @@ async def make_job(
     checked = _checked(context, prompts, params, places)
     record: RequestRecord | None = request.scope.get(RECORD)
     if record is not None:
-        record.begin(rid, sum(len(prompt.ids) for prompt in prompts))
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+        record.begin(rid, tokens, params[0], n * len(prompts))
     context.metrics.requests.inc()
     context.metrics.n.observe(n)
     sequences = [

@@ -12,10 +12,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from glowplug.core.errors import RequestError
 from glowplug.entrypoints.server.errors import error_response, in_form_of
 from glowplug.entrypoints.server.metrics import Metrics
+from glowplug.entrypoints.server.observers import RequestObservers
 from glowplug.entrypoints.server.request_log import RECORD, RequestLog, RequestRecord, peer
 
 MAX_HEADERS = 100  #: headers of one request
 MAX_HEADER_BYTES = 64 << 10  #: total size of the names and values of one request
+
+MAX_TRACE_BYTES = 512  #: size of ``traceparent`` or ``tracestate``; a longer one is ignored
+_TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 
 _HOST = re.compile(rb"[A-Za-z0-9.:\-\[\]_]{1,255}")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
@@ -34,6 +38,7 @@ class RequestGate:
         max_body_bytes: size of the largest accepted body in bytes.
         metrics: the server's metrics.
         log: the request log.
+        observers: receivers of ended requests.
         polls: routes whose requests are logged at level debug.
     """
 
@@ -43,12 +48,14 @@ class RequestGate:
         max_body_bytes: int,
         metrics: Metrics,
         log: RequestLog,
+        observers: RequestObservers,
         polls: Collection[str],
     ) -> None:
         self._app = app
         self._max_body = max_body_bytes
         self._metrics = metrics
         self._log = log
+        self._observers = observers
         self._polls = frozenset(polls)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,6 +68,7 @@ class RequestGate:
         scope[RECORD] = record = RequestRecord(
             request_id, scope["method"], scope["path"], peer(scope.get("client"))
         )
+        record.set_trace(_trace_headers(scope["headers"]))
         tagged = _tagged(send, record)
         refusal = _refuse_headers(scope["headers"], self._max_body)
         try:
@@ -72,6 +80,7 @@ class RequestGate:
                 await self._app(scope, _limited(receive, self._max_body), tagged)
         except Exception as error:
             record.fail(error)
+            error.add_note(f"request id: {record.id}")  # in the logged traceback
             raise
         finally:
             self._end(scope, record)
@@ -83,6 +92,7 @@ class RequestGate:
         record.seconds = time.monotonic() - record.started
         self._metrics.http(path or "unmatched", record.method, record.status, record.seconds)
         self._log.write(record, poll=path in self._polls)
+        self._observers.ended(record)
 
 
 def _request_id(headers: Headers) -> str:
@@ -91,6 +101,15 @@ def _request_id(headers: Headers) -> str:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value.decode("ascii")
     return uuid.uuid4().hex
+
+
+def _trace_headers(headers: Headers) -> dict[str, str]:
+    """Return the headers of W3C trace context that are not too long."""
+    return {
+        name.decode("ascii"): value.decode("latin-1")
+        for name, value in headers
+        if name in _TRACE_HEADERS and len(value) <= MAX_TRACE_BYTES
+    }
 
 
 def _tagged(send: Send, record: RequestRecord) -> Send:

@@ -197,7 +197,7 @@ class EventStream(Response):
                 _record(scope).fail(error)
                 # a dead engine is logged once, by the server
                 if not isinstance(error, RequestError | EngineDead):
-                    logger.exception("a stream failed")
+                    logger.exception("a stream failed", extra={"id": _record(scope).id})
                 await guard.send(send, self._failure(error))
             finally:
                 guard.stop()
@@ -244,7 +244,11 @@ class _StallGuard:
         """Close the connection if a write has been blocked for too long."""
         blocked = self._loop.time() - self._blocked_since if self._blocked_since else 0.0
         if blocked >= self._seconds and self._abort is not None:
-            logger.warning("a client did not read for %.0f s: its stream is closed", blocked)
+            logger.warning(
+                "a client did not read for %.0f s: its stream is closed",
+                blocked,
+                extra={"id": self._record.id},
+            )
             self._record.reason = f"the client did not read for {blocked:.0f} s"
             self._abort()
             return
