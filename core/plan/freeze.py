@@ -13,6 +13,7 @@ from glowplug.core.plan.checks.adaptive import given_costs
 from glowplug.core.plan.draft_model import DRAFT_SLOTS
 from glowplug.core.plan.fingerprint import plan_fingerprint
 from glowplug.core.plan.inputs import CALLER
+from glowplug.core.plan.kv_entries import planned_entries
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen
@@ -67,6 +68,8 @@ def _engine_plan(proposal: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...
         sampled_last_layer=values.sampled_last_layer,
         expandable_segments=values.expandable_segments,
         draft_costs=given_costs(proposal),
+        kv_entries=planned_entries(proposal),
+        draft_kv_entries=planned_entries(proposal.draft) if proposal.draft else (),
         chat_template=facts.model.chat_template if config.chat_template is not None else "",
     )
 
