@@ -29,7 +29,7 @@ from glowplug.core.facts.model_facts import (
     SoftwareFacts,
     TensorFact,
 )
-from glowplug.core.facts.stored_formats import StoredLeaf
+from glowplug.core.facts.stored_formats import OnlineWeight, StoredLeaf
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plugin.byte_costs import DecodingRows, token_drafts_bytes
 from glowplug.core.plugin.component import (
@@ -130,6 +130,7 @@ __all__ = [
     "ModelFacts",
     "ModelOffers",
     "Offers",
+    "OnlineWeight",
     "OpsOffers",
     "OpsOptions",
     "Options",

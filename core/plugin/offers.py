@@ -14,7 +14,7 @@ from glowplug.core.facts.inventory import Inventory
 from glowplug.core.facts.kv_layout import KVEntries
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import Normalise
-from glowplug.core.facts.stored_formats import Stored, StoredLeaf
+from glowplug.core.facts.stored_formats import OnlineWeight, Stored, StoredLeaf
 from glowplug.core.facts.weight_classes import LAYER_PREFIX
 from glowplug.core.plugin.byte_costs import AttentionStep, DecodingRows, ExpertsStep, MemoryUse
 from glowplug.core.plugin.modes import (
@@ -79,7 +79,8 @@ class QuantizationOffers(Offers):
             tensor in the model's dtype.
         leaves: names of these tensors, with the bytes of their elements after loading.
         online: it can also quantize an unquantized checkpoint while loading.
-        online_bytes: bytes of a weight quantized while loading, without scales.
+        online_bytes: bytes of an element of a weight quantized while loading, without scales; or a
+            function from an ``OnlineWeight`` to the bytes of the whole weight after loading.
         block_shape: (rows, columns) of a weight block with one scale, or None.
         dequantizes: device types on which quantized weights are loaded in the compute dtype.
         cast_bytes: bytes of an activation element as its GEMMs read it on a device; 0 for the
@@ -99,7 +100,7 @@ class QuantizationOffers(Offers):
     stored: Stored | None = None
     leaves: tuple[StoredLeaf, ...] = ()
     online: bool = False
-    online_bytes: int = 1
+    online_bytes: int | Callable[[OnlineWeight], float] = 1
     block_shape: tuple[int, int] | None = None
     dequantizes: frozenset[str] = frozenset()
     cast_bytes: float = 0.0

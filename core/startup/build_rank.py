@@ -307,7 +307,7 @@ class RankBuilder:
         These are the times of its start, the bytes of each budget line and, if ranks share the
         experts, how many of this rank's tokens chose each expert, by layer.
 
-        On the CPU only the touched part of the KV pool counts: untouched pages cost nothing.
+        On the CPU only the touched pages of the KV pool count.
         """
         sizes = self.plan.sizes
         info = {
