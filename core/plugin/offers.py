@@ -80,7 +80,8 @@ class QuantizationOffers(Offers):
         leaves: names of these tensors, with the bytes of their elements after loading.
         online: it can also quantize an unquantized checkpoint while loading.
         online_bytes: bytes of an element of a weight quantized while loading, without scales; or a
-            function from an ``OnlineWeight`` to the bytes of the whole weight after loading.
+            function from an ``OnlineWeight`` to the bytes of the whole weight after loading. It is
+            not called for embeddings, the head and routers, which stay in the compute dtype.
         block_shape: (rows, columns) of a weight block with one scale, or None.
         dequantizes: device types on which quantized weights are loaded in the compute dtype.
         cast_bytes: bytes of an activation element as its GEMMs read it on a device; 0 for the

@@ -10,7 +10,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.stored_formats import OnlineWeight
-from glowplug.core.facts.weight_classes import Tally
+from glowplug.core.facts.weight_classes import WHOLE, Tally
 from glowplug.core.plan.budget.counts import Counts
 from glowplug.core.plan.budget.step import DRAFT_STATE, RESERVED, workspace_lines
 from glowplug.core.plan.budget.units import human
@@ -174,7 +174,7 @@ def _elements(proposal: Proposal, model: ModelFacts, stored: Tally) -> Tally:
     def kept(module: str, rows: int, columns: int) -> float:
         return each(OnlineWeight(module, rows, columns, element, scheme.options))
 
-    return online_elements(model, proposal.plugins.components("model"), kept, QUANTISED)
+    return online_elements(model, proposal.plugins.components("model"), kept, QUANTISED | {WHOLE})
 
 
 def _weight_line(
