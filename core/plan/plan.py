@@ -179,6 +179,8 @@ class EnginePlan:
     #: tensors of the KV cache, as the attention backend's offers declare them
     kv_entries: tuple[KVEntry, ...] = ()
     draft_kv_entries: tuple[KVEntry, ...] = ()  #: those of a draft that is a whole model
+    #: ``PolicyOffers.request_fields`` of the plan's policy
+    request_fields: str = ""
     #: source of the chat template that replaces the tokenizer's; "" for the tokenizer's own
     chat_template: str = ""
 

@@ -267,7 +267,24 @@ def import_factory(component: Component | Tuner, origin: str) -> Callable[..., A
     Raises:
         PluginLoadError: the class cannot be imported or is not callable.
     """
-    module, _, attribute = component.factory.partition(":")
+    label = f"{component.name!r} ({origin})"
+    found = imported(component.factory, label)
+    if not callable(found):
+        raise PluginLoadError(f"{component.factory} of {label} is not callable")
+    factory: Callable[..., Any] = found
+    return factory
+
+
+def imported(path: str, label: str) -> Any:
+    """Return the object at ``"package.module:Name"``.
+
+    Args:
+        label: owner of the object, for messages.
+
+    Raises:
+        PluginLoadError: it cannot be imported.
+    """
+    module, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
         assert isinstance(found, ModuleType)
@@ -275,12 +292,6 @@ def import_factory(component: Component | Tuner, origin: str) -> Callable[..., A
             found = getattr(found, part)
     except Exception as error:
         raise PluginLoadError(
-            f"{component.factory} of {component.name!r} ({origin}) could not be imported: "
-            f"{describe(error)}"
+            f"{path} of {label} could not be imported: {describe(error)}"
         ) from error
-    if not callable(found):
-        raise PluginLoadError(
-            f"{component.factory} of {component.name!r} ({origin}) is not callable"
-        )
-    factory: Callable[..., Any] = found
-    return factory
+    return found

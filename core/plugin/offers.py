@@ -351,6 +351,9 @@ class PolicyOffers(Offers):
 
     Attributes:
         uses_prefix: its order depends on the prefix cache.
+        request_fields: ``"package.module:Class"`` of a pydantic model of the fields that it reads
+            from a request's ``ext``; "" for none. The front checks them before it takes a request.
     """
 
     uses_prefix: bool = False
+    request_fields: str = ""
