@@ -89,6 +89,10 @@ from glowplug.core.protocols.scheduling import (
     Scheduler as Scheduler,
     SchedulingPolicy as SchedulingPolicy,
 )
+from glowplug.core.protocols.serving import (
+    EngineHandle as EngineHandle,
+    OutputPart as OutputPart,
+)
 from glowplug.core.protocols.weights import (
     StreamingSource as StreamingSource,
     WeightSource as WeightSource,

@@ -141,18 +141,13 @@ class Front:
         self.stats = Stats()
         self.last_received = time.monotonic()
         self.progress: dict[int, Progress] = {}
-        self._fields = RequestFields(plan)
-        self._next_id = 1
+        self._next_id, self._fields = 1, RequestFields(plan)
         self._seeds = random.Random(plan.seed)
 
     # ---- requests --------------------------------------------------------------------------------
 
     def check(self, prompt: list[int], params: SamplingParams) -> CheckedRequest:
-        """Check a prompt and its parameters.
-
-        Args:
-            prompt: token ids.
-            params: sampling parameters; ``n`` is ignored.
+        """Check a prompt (token ids) and its parameters, of which ``n`` is ignored.
 
         Returns:
             The request, which :meth:`submit` takes any number of times without another check.
@@ -160,8 +155,7 @@ class Front:
         Raises:
             RequestError: the request cannot be served.
         """
-        ids = self._ids(prompt)
-        params = self._fields.checked(params)
+        ids, params = self._ids(prompt), self._fields.checked(params)
         if self.tokenizer is None and params.stop:
             raise RequestError(
                 "stop strings need a tokenizer, and this engine runs without one", param="stop"

@@ -19,6 +19,7 @@ from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server import errors
 from glowplug.entrypoints.server.context import Context
+from glowplug.entrypoints.server.plugin_routes import ServerHandle, refuse_clashes
 from glowplug.entrypoints.server.routes import ROUTES
 from glowplug.entrypoints.server.transport import auth
 from glowplug.entrypoints.server.transport.body import install_schema
@@ -44,7 +45,8 @@ def create_app(
             like all others; None: no hooks are called.
 
     Raises:
-        PluginLoadError: a plugin added a route that authentication would not cover.
+        PluginLoadError: a plugin added a route that authentication would not cover, or one with
+            the method and path of another.
     """
     context = Context.of(plan, client, tokenizer, parsers, plugins)
     authoriser = auth.Authoriser(context.options, [route.path for route in ROUTES if route.admin])
@@ -60,8 +62,8 @@ def create_app(
     )
     app.state.context = context
     _add_routes(app)
-    if plugins is not None:
-        plugins.call_each("extend_app", app=app, plan=plan)
+    app.state.handle = ServerHandle(app, context, authoriser)
+    _extend(app, plan, plugins)
     auth.require_guarded(app)
     errors.install(app)
     install_schema(
@@ -69,6 +71,14 @@ def create_app(
     )
     _add_middleware(app, context)
     return app
+
+
+def _extend(app: FastAPI, plan: EnginePlan, plugins: Any) -> None:
+    """Let plugins add routes, and refuse those that hide each other."""
+    own = auth.leaf_routes(app)
+    if plugins is not None:
+        plugins.call_each("extend_app", app=app, plan=plan, engine=app.state.handle)
+    refuse_clashes(own, [route for route in auth.leaf_routes(app) if route not in own])
 
 
 def _add_routes(app: FastAPI) -> None:

@@ -10,7 +10,6 @@ from glowplug.core.protocols import MOST_OVERTAKEN, SchedulingPolicy
 from glowplug.core.step.messages import Stats
 from glowplug.core.step.request import Sequence
 from glowplug.plugins.scheduler.continuous_admission import Admitter
-from glowplug.plugins.scheduler.continuous_queue import Queue
 from glowplug.plugins.scheduler.continuous_rows import Rows
 
 logger = logging.getLogger("glowplug.engine")
@@ -44,14 +43,13 @@ class PolicyCalls:
         self,
         policy: SchedulingPolicy,
         rows: Rows,
-        queue: Queue,
         admission: Admitter,
         stats: Stats,
         complain: Callable[[str], None],
     ) -> None:
         self._policy = policy
         self._rows = rows
-        self._queue = queue
+        self._queue = admission.queue
         self._admission = admission
         self._stats = stats
         self._complain = complain

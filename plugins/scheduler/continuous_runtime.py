@@ -114,8 +114,7 @@ class Continuous:
             complain=self._complain,
             clock=self.clock,
         )
-        parts = self.rows, self.queue, self.admission, self.stats
-        self.calls = PolicyCalls(policy, *parts, self._complain)
+        self.calls = PolicyCalls(policy, self.rows, self.admission, self.stats, self._complain)
         self.stats.pages_total = pages.total
 
     # ---- requests --------------------------------------------------------------------------------

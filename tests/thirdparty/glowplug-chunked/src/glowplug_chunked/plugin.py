@@ -53,6 +53,7 @@ def register_attention_backends() -> list[Component]:
                 modes=dict(EVERY_MODE_EAGER),
                 first_key=True,
             ),
+            contract=2,
             summary="latent attention in chunks of keys over int8 latents (CPU)",
         )
     ]

@@ -32,6 +32,7 @@ def register_scheduling_policies() -> list[Component]:
             options=DeadlineOptions,
             factory="glowplug_deadline.runtime:Deadline",
             offers=PolicyOffers(request_fields="glowplug_deadline.plugin:RequestFields"),
+            contract=2,
             summary="earliest deadline first; late requests are rejected",
         )
     ]

@@ -53,6 +53,7 @@ def register_quantization_schemes() -> list[Component]:
             options=Int4Options,
             factory="glowplug_int4.runtime:Int4Groups",
             offers=offers,
+            contract=2,
             summary="int4 weights with a scale per group of inputs, quantised at load (CPU)",
         )
     ]
