@@ -50,9 +50,8 @@ class Chunked(AttentionBackend):
         absorbed = torch.einsum("thn,hnc->thc", q_nope, layer.w_uk)
         query = torch.cat((absorbed, q_rope), dim=-1).float() * layer.scale
         found = query.new_zeros(*absorbed.shape)
-        starts = batch.query_starts.tolist()
         for row, length in enumerate(batch.kv_lens_device.tolist()):
-            begin, end = starts[row], starts[row + 1]
+            begin, end = batch.query_starts[row : row + 2].tolist()
             if end > begin:
                 found[begin:end] = self._row(query[begin:end], row, length, layer)
         value = torch.einsum("thc,hcv->thv", found.to(layer.w_uv.dtype), layer.w_uv)
