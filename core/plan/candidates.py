@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.checks.components import component_checks, provider_checks
+from glowplug.core.plan.checks.contracts import since
 from glowplug.core.plan.checks.rules import use_field
 from glowplug.core.plan.checks.run import run_checks
 from glowplug.core.plan.proposal import Proposal, Trial, chosen_of, options_of
@@ -216,15 +217,18 @@ def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:
     return Refusal("choose", best.field, f"no {slot.name} component fits: {reason}", best.fix)
 
 
-def unavailable(component: Component, packages: Mapping[str, str], machine: HardwareFacts) -> str:
+def unavailable(
+    component: Component, slot: str, packages: Mapping[str, str], machine: HardwareFacts
+) -> str:
     """Return the reason why a component cannot run on ``machine``; "" if it can.
 
     Missing packages are named only if their installation would help.
 
     Args:
+        slot: name of its slot.
         packages: version of each installed package by name.
     """
-    if component.contract != CONTRACT:
+    if since(component.contract, slot):
         return f"written for contract {component.contract}, this is {CONTRACT}"
     offers = component.offers
     if "cpu" not in offers.devices:

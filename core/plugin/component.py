@@ -19,8 +19,8 @@ from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.offers import Offers
 from glowplug.core.plugin.slots import SLOT_OF_OFFERS
 
-#: version of the protocols in ``core/protocols``; components written for another one are refused
-CONTRACT = 1
+#: version of the hooks and protocols; ``plan/checks/contracts.py`` lists the changes by slot
+CONTRACT = 2
 #: ``json_schema_extra`` of an option that changes no answer, see :meth:`Options.marked`
 OPERATIONAL: dict[str, Any] = {"operational": True}
 
@@ -151,7 +151,9 @@ class Component:
             used on a CUDA device, at least one of these must be installed. With "auto" the
             component works without the missing ones.
         check: pure function that yields refusals of combinations that offers cannot express.
-        contract: version of the protocols it was written for.
+        contract: version of the protocols it was written for. A component of an installed
+            distribution that states none was written for version 1; all others have the present
+            one.
         summary: one line for ``glowplug plugins`` and the docs.
     """
 
@@ -162,7 +164,7 @@ class Component:
     requires: tuple[Package, ...] = ()
     uses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     check: Check | None = None
-    contract: int = CONTRACT
+    contract: int | None = None
     summary: str = ""
 
 
@@ -181,3 +183,20 @@ class Tuner:
     factory: str
     summary: str = ""
     device: str = ""
+
+
+@dataclass(frozen=True)
+class CommandFlag:
+    """A flag of the commands that plan an engine, such as ``glowplug serve``.
+
+    Attributes:
+        name: the flag, such as "--deadline-lead".
+        path: dotted field of the configuration that it sets, such as "policy.lead".
+        summary: one line for messages and the docs.
+        convert: conversion of the text on the command line; None for a switch, which sets True.
+    """
+
+    name: str
+    path: str
+    summary: str = ""
+    convert: Callable[[str], Any] | None = str

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from glowplug.core.facts.model_facts import Facts, ModelFacts
     from glowplug.core.facts.model_folder import ArchitectureRules
     from glowplug.core.plan.plan import Decision, EnginePlan
-    from glowplug.core.plugin.component import CheckContext, Component, Tuner
-    from glowplug.core.protocols import RequestObserver, Worker
+    from glowplug.core.plugin.component import CheckContext, CommandFlag, Component, Tuner
+    from glowplug.core.protocols import EngineHandle, RequestObserver, Worker
     from glowplug.core.text.tokenizer import Tokenizer
 
 PROJECT = "glowplug"
@@ -220,10 +220,12 @@ def step_observers(  # type: ignore[empty-body]
 
 
 @hookspec
-def extend_app(app: Any, plan: EnginePlan) -> None:
+def extend_app(app: Any, plan: EnginePlan, engine: EngineHandle) -> None:
     """Add routes to ``app``, the server's FastAPI application.
 
-    Every route needs a key unless ``server.open_routes`` lists it.
+    ``engine`` (``core/protocols/serving.py``) runs requests, and has the server's start and stop,
+    mounts and admin routes. Every route needs a key unless ``server.open_routes`` lists it. A route
+    with the method and path of another one stops the start.
     """
 
 
@@ -238,6 +240,14 @@ def request_observers(plan: EnginePlan) -> list[RequestObserver]:  # type: ignor
 @hookspec
 def extend_cli(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add sub-commands of ``glowplug`` to ``commands`` (argparse sub-parsers)."""
+
+
+@hookspec
+def command_flags() -> list[CommandFlag]:  # type: ignore[empty-body]
+    """Return flags of ``serve``, ``check`` and other commands that plan an engine.
+
+    Each sets a field of the configuration, such as one of a component's options.
+    """
 
 
 @hookspec

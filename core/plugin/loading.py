@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
@@ -21,11 +21,13 @@ import pluggy
 
 from glowplug.core.errors import PluginLoadError
 from glowplug.core.plugin import offers as offers_module
-from glowplug.core.plugin.component import Component, Options, Tuner
+from glowplug.core.plugin.component import CONTRACT, Component, Options, Tuner
 from glowplug.core.plugin.options import OPTION_BASES
 from glowplug.core.plugin.slots import SLOTS, Slot
 
 BUILT_IN = "built in"
+#: contract of components of installed distributions that state none
+UNSTATED_CONTRACT = 1
 
 
 @dataclass(frozen=True)
@@ -222,8 +224,15 @@ def _components(
                     )
                 for component in made:
                     _check_component(component, slot, source)
-                found.setdefault(slot.name, []).extend(made)
+                found.setdefault(slot.name, []).extend(_versioned(one, source) for one in made)
     return found
+
+
+def _versioned(component: Component, source: PluginSource) -> Component:
+    """Return the component with its contract, also if it states none."""
+    if component.contract is not None:
+        return component
+    return replace(component, contract=UNSTATED_CONTRACT if source.version else CONTRACT)
 
 
 def _check_component(component: Any, slot: Slot, source: PluginSource) -> None:
@@ -267,7 +276,24 @@ def import_factory(component: Component | Tuner, origin: str) -> Callable[..., A
     Raises:
         PluginLoadError: the class cannot be imported or is not callable.
     """
-    module, _, attribute = component.factory.partition(":")
+    label = f"{component.name!r} ({origin})"
+    found = imported(component.factory, label)
+    if not callable(found):
+        raise PluginLoadError(f"{component.factory} of {label} is not callable")
+    factory: Callable[..., Any] = found
+    return factory
+
+
+def imported(path: str, label: str) -> Any:
+    """Return the object at ``"package.module:Name"``.
+
+    Args:
+        label: owner of the object, for messages.
+
+    Raises:
+        PluginLoadError: it cannot be imported.
+    """
+    module, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
         assert isinstance(found, ModuleType)
@@ -275,12 +301,6 @@ def import_factory(component: Component | Tuner, origin: str) -> Callable[..., A
             found = getattr(found, part)
     except Exception as error:
         raise PluginLoadError(
-            f"{component.factory} of {component.name!r} ({origin}) could not be imported: "
-            f"{describe(error)}"
+            f"{path} of {label} could not be imported: {describe(error)}"
         ) from error
-    if not callable(found):
-        raise PluginLoadError(
-            f"{component.factory} of {component.name!r} ({origin}) is not callable"
-        )
-    factory: Callable[..., Any] = found
-    return factory
+    return found

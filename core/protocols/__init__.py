@@ -87,12 +87,17 @@ from glowplug.core.protocols.sampling import (
     SpeculativeAlgorithm as SpeculativeAlgorithm,
 )
 from glowplug.core.protocols.scheduling import (
+    MOST_OVERTAKEN as MOST_OVERTAKEN,
     AdaptiveScheduler as AdaptiveScheduler,
     DraftPolicy as DraftPolicy,
     PrefixCache as PrefixCache,
     PrefixMatch as PrefixMatch,
     Scheduler as Scheduler,
     SchedulingPolicy as SchedulingPolicy,
+)
+from glowplug.core.protocols.serving import (
+    EngineHandle as EngineHandle,
+    OutputPart as OutputPart,
 )
 from glowplug.core.protocols.weights import (
     StreamingSource as StreamingSource,

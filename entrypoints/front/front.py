@@ -33,6 +33,7 @@ from glowplug.core.step.request import DEFAULT_ADMISSION, Admission, SamplingPar
 from glowplug.core.text.stop_strings import OutputProcessor
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.delta import Delta, Times, VerifiedDrafts
+from glowplug.entrypoints.front.request_fields import RequestFields
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,16 +139,13 @@ class Front:
         self.stats = Stats()
         self.last_received = time.monotonic()
         self._next_id = 1
+        self._fields = RequestFields(plan)
         self._seeds = random.Random(plan.seed)
 
     # ---- requests --------------------------------------------------------------------------------
 
     def check(self, prompt: list[int], params: SamplingParams) -> CheckedRequest:
-        """Check a prompt and its parameters.
-
-        Args:
-            prompt: token ids.
-            params: sampling parameters; ``n`` is ignored.
+        """Check a prompt (token ids) and its parameters, of which ``n`` is ignored.
 
         Returns:
             The request, which :meth:`submit` takes any number of times without another check.
@@ -155,7 +153,7 @@ class Front:
         Raises:
             RequestError: the request cannot be served.
         """
-        ids = self._ids(prompt)
+        ids, params = self._ids(prompt), self._fields.checked(params)
         if self.tokenizer is None and params.stop:
             raise RequestError(
                 "stop strings need a tokenizer, and this engine runs without one", param="stop"

@@ -20,6 +20,7 @@ from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server import errors
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.page.files import PageFile, page_files
+from glowplug.entrypoints.server.plugin_routes import ServerHandle, refuse_clashes
 from glowplug.entrypoints.server.routes import ROUTES
 from glowplug.entrypoints.server.transport import auth
 from glowplug.entrypoints.server.transport.body import install_schema
@@ -45,7 +46,8 @@ def create_app(
             like all others; None: no hooks are called.
 
     Raises:
-        PluginLoadError: a plugin added a route that authentication would not cover.
+        PluginLoadError: a plugin added a route that authentication would not cover, or one with
+            the method and path of another.
     """
     context = Context.of(plan, client, tokenizer, parsers, plugins)
     page = page_files(context.options.api_key is not None) if context.options.page else []
@@ -66,8 +68,8 @@ def create_app(
     )
     app.state.context = context
     _add_routes(app, page)
-    if plugins is not None:
-        plugins.call_each("extend_app", app=app, plan=plan)
+    app.state.handle = ServerHandle(app, context, authoriser)
+    _extend(app, plan, plugins)
     auth.require_guarded(app)
     errors.install(app)
     install_schema(
@@ -75,6 +77,14 @@ def create_app(
     )
     _add_middleware(app, context)
     return app
+
+
+def _extend(app: FastAPI, plan: EnginePlan, plugins: Any) -> None:
+    """Let plugins add routes, and refuse those that hide each other."""
+    own = auth.leaf_routes(app)
+    if plugins is not None:
+        plugins.call_each("extend_app", app=app, plan=plan, engine=app.state.handle)
+    refuse_clashes(own, [route for route in auth.leaf_routes(app) if route not in own])
 
 
 def _add_routes(app: FastAPI, page: Sequence[PageFile]) -> None:

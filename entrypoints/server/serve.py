@@ -38,6 +38,7 @@ from glowplug.entrypoints.front.open_engine import make_executor, start_executor
 from glowplug.entrypoints.server.app import create_app
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.logs import set_up_logging, stats_lines
+from glowplug.entrypoints.server.plugin_routes import ServerHandle
 from glowplug.entrypoints.server.transport.http_protocol import GuardedProtocol
 
 logger = logging.getLogger("glowplug.server")
@@ -222,6 +223,7 @@ class HttpServer:
     def __init__(self, app: Any, context: Context, listener: socket.socket) -> None:
         self._context = context
         self._client = context.client
+        self._handle: ServerHandle = app.state.handle
         self._listener = listener
         self._http = _Uvicorn(
             uvicorn.Config(
@@ -242,6 +244,8 @@ class HttpServer:
     async def run(self, make: Callable[[], Executor] | None) -> int:
         """Serve until a signal or until the engine dies, and return the exit code."""
         with self._signals():
+            for act in self._handle.starts:
+                await act()
             http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
             try:
                 return await self._supervise(http, make)
@@ -251,6 +255,8 @@ class HttpServer:
                 await self._client.close()
                 self._context.texts.close()
                 self._context.grammars.close()
+                for act in reversed(self._handle.stops):
+                    await act()
                 self._context.observers.close()
 
     async def _supervise(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fastapi import APIRouter, FastAPI
@@ -192,7 +193,7 @@ def test_open_routes_can_be_closed() -> None:
 class PluginSet:
     """The part of a plugin set that the app reads: a hook that adds a route."""
 
-    def call_each(self, hook: str, *, app: FastAPI, plan: EnginePlan) -> None:
+    def call_each(self, hook: str, *, app: FastAPI, plan: EnginePlan, engine: Any) -> None:
         assert hook == "extend_app"
         router = APIRouter(prefix="/mine")
         router.add_api_route("/health", nothing)  # named like an open route, but not one

@@ -208,7 +208,7 @@ def test_plugins_lists_everything(capsys: pytest.CaptureFixture[str], plugins: P
     }
     for plugin in listed:
         assert plugin["distribution"] and plugin["hooks"]
-        assert all(c["contract"] == 1 for c in plugin["components"])
+        assert all(c["contract"] == 2 for c in plugin["components"])
         assert all(c["available"] or c["name"] in optional for c in plugin["components"])
     assert main(["plugins", "--block-plugin", "glowplug.plugins.cache.radix"]) == 0
     text = capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from glowplug.core.errors import Refusal
+from glowplug.core.plan.checks.contracts import since
 from glowplug.core.plan.checks.rules import instead, listed, refuse, use_field
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import CONTRACT, Chosen, Component
@@ -19,7 +20,8 @@ def component_checks(
 
     A component is also refused if packages that it requires are missing.
     """
-    if component.contract != CONTRACT:
+    changes = since(component.contract, slot.name)
+    if changes:
         yield refuse(
             proposal,
             slot.name,
@@ -27,7 +29,8 @@ def component_checks(
             f"{component.name} was written for contract {component.contract}, this "
             f"is contract {CONTRACT}",
             f"install a version of {proposal.origin(slot.name, component.name)} made "
-            "for this release of glowplug",
+            f"for this release of glowplug; its author has to change: {'; '.join(changes)}; "
+            f"and to state contract={CONTRACT} (docs/contracts.md)",
         )
     unfit = [*_device(proposal, slot, chosen), *_dtype(proposal, slot, chosen)]
     yield from unfit

@@ -20,7 +20,7 @@ from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
 from glowplug.core.facts.layer_sizes import LayerSizes
 from glowplug.core.facts.model_facts import ModelFacts, stated
 from glowplug.core.facts.weight_classes import VOCAB
-from glowplug.core.plugin.component import Component, Options
+from glowplug.core.plugin.component import CONTRACT, Component, Options
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import ModelOffers, Offers, QuantizationOffers
 from glowplug.core.plugin.options import OPTION_BASES
@@ -84,7 +84,7 @@ def component(
         factory="nowhere:Nothing",
         offers=offers,
         summary=f"fake {name}",
-        **more,
+        **{"contract": CONTRACT, **more},
     )
 
 

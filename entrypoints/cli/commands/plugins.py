@@ -68,7 +68,7 @@ def listing(plugins: PluginSet) -> list[dict[str, Any]]:
                     "slot": slot.name,
                     "name": component.name,
                     "contract": component.contract,
-                    "available": not (why := unavailable(component, packages, machine)),
+                    "available": not (why := unavailable(component, slot.name, packages, machine)),
                     "why_not": why,
                     "summary": component.summary,
                 }

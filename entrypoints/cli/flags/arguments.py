@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
+from glowplug.core.errors import PluginLoadError
 from glowplug.core.facts.machine import sheet_names
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.cli.flags.flag import Flag, GivenFlag
+from glowplug.entrypoints.cli.flags.parser import Parser
 from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, BLOCKING, FLAGS
 
 
@@ -92,20 +96,47 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="do not load this plugin",
     )
     for flag in FLAGS:
-        nargs: Any = 0 if flag.convert is None else "+" if flag.many else None
-        metavar = None if flag.convert is None else flag.path.rpartition(".")[2].upper()
-        group.add_argument(
-            *flag.names,
-            action=_Collect,
-            flag=flag,
-            nargs=nargs,
-            type=flag.convert or str,
-            help=flag.help,
-            dest="engine_flags",
-            default=argparse.SUPPRESS,
-            metavar=metavar,
-        )
+        _add_flag(group, flag)
     _add_switches(group)
+    if isinstance(parser, Parser):
+        parser.late_flags = partial(_add_plugin_flags, parser, group)
+
+
+def _add_plugin_flags(
+    parser: Parser, group: argparse._ArgumentGroup, found: argparse.Namespace
+) -> None:
+    """Add the flags that plugins declare; only called for a command line with unknown flags.
+
+    Raises:
+        PluginLoadError: a plugin cannot be loaded, or its flag is taken.
+    """
+    plugins = load_plugins(extra=found.extra_plugins, block=found.blocked_plugins)
+    for name, flags in plugins.call_each("command_flags"):
+        for one in flags:
+            flag = Flag((one.name,), one.path, one.summary, one.convert)
+            if parser.has_flag(one.name):
+                raise PluginLoadError(
+                    f"plugin {name!r}: the flag {one.name} of its command_flags is taken; fix: "
+                    "another name"
+                )
+            _add_flag(group, flag)
+
+
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    """Add one engine flag."""
+    nargs: Any = 0 if flag.convert is None else "+" if flag.many else None
+    metavar = None if flag.convert is None else flag.path.rpartition(".")[2].upper()
+    group.add_argument(
+        *flag.names,
+        action=_Collect,
+        flag=flag,
+        nargs=nargs,
+        type=flag.convert or str,
+        help=flag.help,
+        dest="engine_flags",
+        default=argparse.SUPPRESS,
+        metavar=metavar,
+    )
 
 
 def _add_switches(group: argparse._ArgumentGroup) -> None:

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 _NUMBER = re.compile(r"-\d+(?:\.\d+)?")
@@ -18,6 +18,9 @@ class Parser(argparse.ArgumentParser):
     The error for an unknown flag suggests the closest known one.
     """
 
+    #: adds further flags, given the options parsed so far; called if a flag is unknown
+    late_flags: Callable[[argparse.Namespace], None] | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
@@ -28,6 +31,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
+        if unknown and self.late_flags is not None:
+            self.late_flags(found)
+            self.late_flags = None
+            found, unknown = self.parse_known_args(args, namespace)
         self._take_late_words(found, unknown)
         if unknown:
             self.error("; ".join(self._unexpected(unknown)))
@@ -43,6 +50,10 @@ class Parser(argparse.ArgumentParser):
             missed = action.nargs == "?" and getattr(found, action.dest) == action.default
             if missed and unknown and not unknown[0].startswith("-"):
                 setattr(found, action.dest, self._get_values(action, [unknown.pop(0)]))
+
+    def has_flag(self, name: str) -> bool:
+        """Return whether the parser has a flag of this name."""
+        return name in self._option_string_actions
 
     def _unexpected(self, words: Sequence[str]) -> Iterator[str]:
         """Yield an error for each word of the command line that no option takes.

@@ -12,7 +12,7 @@ from secrets import compare_digest
 
 from fastapi import FastAPI, Request, routing
 from fastapi.routing import APIRoute
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Mount
 
 from glowplug.core.errors import PluginLoadError, RequestError
 from glowplug.core.plugin.options import ServerOptions
@@ -41,10 +41,14 @@ class Authoriser:
             opened: exact paths of routes that need no key, besides ``open_routes``. All other
                 paths are client routes.
         """
-        self._admin_paths = frozenset(admin)
+        self._admin_paths = set(admin)
         self._open = frozenset((*options.open_routes, *opened))
         self._key = _digest(options.api_key) if options.api_key else None
         self._admin = _digest(options.admin_api_key) if options.admin_api_key else None
+
+    def close(self, path: str) -> None:
+        """Add an admin route, by its exact path."""
+        self._admin_paths.add(path)
 
     def level(self, path: str) -> str:
         """Return the level of a path: "open", "client" or "admin"."""
@@ -98,6 +102,10 @@ def _token(header: str | None) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
+class Guarded:
+    """Base of mounted apps that check the key themselves."""
+
+
 def require_guarded(app: FastAPI) -> None:
     """Check that the authentication by :meth:`Authoriser.dependency` covers every route of ``app``.
 
@@ -105,10 +113,12 @@ def require_guarded(app: FastAPI) -> None:
         PluginLoadError: a route is not covered (a mounted app or a bare Starlette route).
     """
     for route in leaf_routes(app):
+        if isinstance(route, Mount) and isinstance(route.app, Guarded):
+            continue
         if not isinstance(route, APIRoute):
             raise PluginLoadError(
                 f"route {getattr(route, 'path', route)!r} is not an API route, so authentication "
-                "would not cover it; use app.add_api_route or an APIRouter"
+                "would not cover it; use app.add_api_route, an APIRouter or engine.mount"
             )
 
 

@@ -28,6 +28,7 @@ def register_weight_sources() -> list[Component]:
             factory="glowplug_gguf.source:GgufSource",
             offers=WeightOffers(formats=frozenset({"gguf"})),
             requires=(Package("gguf", ">=0.17"),),
+            contract=2,
             summary="GGUF files of Llama architecture, dequantised while loading",
         )
     ]

@@ -57,6 +57,7 @@ def register_speculative_algorithms() -> list[Component]:
             offers=SpeculativeOffers(
                 drafts=True, adapts=True, simulates=True, reserves=token_drafts_bytes
             ),
+            contract=2,
             summary="drafts the tokens of the line above, from the present column on",
         )
     ]

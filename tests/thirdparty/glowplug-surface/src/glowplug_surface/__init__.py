@@ -1,0 +1,1 @@
+"""A route, a mounted page, a flag and a command: a third-party plugin for glowplug."""
