@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from glowplug.core.engine.constraint import ANY, Constraint
 from glowplug.core.engine.in_flight import InFlight
 from glowplug.core.protocols import GrammarBackend, Masks, Matcher, words_of
 from glowplug.core.step.batch import Batch
+from glowplug.core.step.mask_memory import MaskBuffer
+from glowplug.core.step.messages import Stats
 from glowplug.core.step.request import Sequence
 
 
@@ -24,12 +27,21 @@ class MaskCounts:
         steps: steps with at least one mask.
         waits: steps whose model pass had ended on the device before the masks were ready, so that
             the device waited; always 0 on a CPU, where the host computes the pass.
+        wait_seconds: time between the end of the pass and the masks, on the device's clock.
         seconds: host time spent on masks.
     """
 
     steps: int = 0
     waits: int = 0
+    wait_seconds: float = 0.0
     seconds: float = 0.0
+
+    def fill(self, stats: Stats) -> None:
+        """Set the fields of ``stats`` that are about masks."""
+        stats.masked_steps = self.steps
+        stats.mask_waits = self.waits
+        stats.mask_wait_seconds = self.wait_seconds
+        stats.mask_seconds = self.seconds
 
 
 @dataclass(eq=False)
@@ -85,16 +97,15 @@ class StepMasks:
         self.counts = MaskCounts()
         self._backend = backend
         self._words = words_of(vocab)
-        self._device = device
         self._on_host = device.type == "cpu"
-        self._pinned = not self._on_host
         self._rows: dict[int, tuple[Sequence, Constraint]] = {}
         self._unread: list[UnreadStep] = []
         self._batch: Batch | None = None
         self._sampling: list[tuple[int, int]] = []
         self._drafts: CopiedDrafts | None = None
+        side = None if self._on_host else torch.cuda.Stream(device)
         # two buffers in turn: the copy out of one may run while the other is filled
-        self._buffers = [MaskMemory(), MaskMemory()]
+        self._buffers = [MaskBuffer(self._words, device, side) for _ in range(2)]
 
     def begin(self, batch: Batch) -> None:
         """Note the rows of the next step, whose sequences may have changed."""
@@ -152,18 +163,17 @@ class StepMasks:
         Args:
             logits: float32 [N, V], of the decoding rows' tokens and then of the finished prompts.
         """
-        passed = None if self._on_host else torch.cuda.Event()
-        if passed is not None:
-            passed.record()
+        last, buffer = self._buffers
+        self._buffers = [buffer, last]
+        buffer.passed()
         self._read()
         started = time.perf_counter()
-        places, masks = self._filled()
+        self._fill_masks(buffer)
         self.counts.steps += 1
+        self.counts.waits += buffer.late()
+        self.counts.wait_seconds += last.waited()
+        buffer.apply(partial(self._backend.forbid, logits))
         self.counts.seconds += time.perf_counter() - started
-        if passed is not None and passed.query():
-            self.counts.waits += 1
-        rows, words = (part.to(self._device, non_blocking=True) for part in (places, masks))
-        self._backend.forbid(logits, rows, words)
         self._take_failures()
 
     def launched(self, inflight: InFlight) -> None:
@@ -184,17 +194,10 @@ class StepMasks:
                 for token in result.tokens[i, : int(result.counts[i])].tolist():
                     constraint.accept(token)
 
-    def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill the masks of the step.
-
-        Returns:
-            Rows of the logits, int64 [n], and their masks, int32 [n, words], in host memory.
-        """
+    def _fill_masks(self, buffer: MaskBuffer) -> None:
+        """Fill the masks of the step."""
         firsts, counts = self._positions()
-        total = sum(counts)
-        self._buffers.reverse()
-        buffer = self._buffers[0]
-        places, masks = buffer.take(total, self._words, self._pinned)
+        places, masks = buffer.take(sum(counts))
         plain: list[tuple[int, Constraint]] = []
         at = 0
         for (i, row), first, count in zip(self._sampling, firsts, counts):
@@ -206,7 +209,6 @@ class StepMasks:
                 self._fill_row(i, constraint, masks[at : at + count])
             at += count
         self._fill(plain, masks)
-        return buffer.tensors(total)
 
     def _fill_row(self, i: int, constraint: Constraint, masks: Masks) -> None:
         """Fill the masks of the positions that row ``i`` of the batch samples, [count, words]."""
@@ -243,26 +245,6 @@ class StepMasks:
             sequence, constraint = self._rows[row]
             if constraint.failure:
                 self.failed.append((sequence.id, constraint.failure))
-
-
-@dataclass(eq=False)
-class MaskMemory:
-    """Host memory for the masks of a step, pinned for a GPU; it grows with the largest step."""
-
-    places: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    masks: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
-
-    def take(self, count: int, words: int, pinned: bool) -> tuple[NDArray[np.int64], Masks]:
-        """Return memory for the rows and masks of ``count`` positions, as arrays."""
-        if len(self.places) < count:
-            most = max(count, 2 * len(self.places))
-            self.places = torch.empty(most, dtype=torch.int64, pin_memory=pinned)
-            self.masks = torch.empty(most, words, dtype=torch.int32, pin_memory=pinned)
-        return self.places.numpy()[:count], self.masks.numpy()[:count]
-
-    def tensors(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first ``count`` rows and masks."""
-        return self.places[:count], self.masks[:count]
 
 
 def _pinned_copy(part: torch.Tensor) -> torch.Tensor:
