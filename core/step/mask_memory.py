@@ -53,6 +53,10 @@ class MaskBuffer:
         # places, int64, and behind them masks
         self._host = torch.empty(0, dtype=torch.int32)
         self._copied = self._host
+        # views of the memory for ``_count`` masks: to be filled, as arrays, and to be applied
+        self._filled = self._parts(self._host)
+        self._arrays = self._filled[0].numpy(), self._filled[1].numpy()
+        self._applied = self._filled
         self._marks = None if side is None else MaskMarks.new()
         self._pending = False
 
@@ -75,9 +79,13 @@ class MaskBuffer:
                 self._copied = torch.empty(size, dtype=torch.int32, device=self._device)
                 # work that is enqueued may still use the memory, which torch gives out again
                 self._side.wait_stream(torch.cuda.current_stream(self._device))
-        self._count = count
-        places, masks = self._parts(self._host)
-        return places.numpy(), masks.numpy()
+            self._count = -1
+        if self._count != count:
+            self._count = count
+            self._filled = self._parts(self._host)
+            self._applied = self._filled if self._side is None else self._parts(self._copied)
+            self._arrays = self._filled[0].numpy(), self._filled[1].numpy()
+        return self._arrays
 
     def passed(self) -> None:
         """Mark the end of the model's pass on the device."""
@@ -95,7 +103,7 @@ class MaskBuffer:
         """
         marks = self._marks
         if marks is None or self._side is None:
-            forbid(*self._parts(self._host))
+            forbid(*self._applied)
             return
         used = self._most * WORDS_OF_PLACE + self._count * self._words
         with torch.cuda.stream(self._side):
@@ -103,7 +111,7 @@ class MaskBuffer:
         marks.copied.record(self._side)
         marks.copied.wait(torch.cuda.current_stream(self._device))
         marks.ready.record()
-        forbid(*self._parts(self._copied))
+        forbid(*self._applied)
         marks.used.record()
         self._pending = True
 

@@ -21,10 +21,21 @@ from tests.e2e.structured import QUESTION
 
 TOKENS = 128  #: tokens of each answer
 BATCHES = (1, 32)
-SCHEMA = {
-    "type": "object",
-    "properties": {"items": {"type": "array", "items": {"type": "integer"}, "minItems": 100}},
-    "required": ["items"],
+#: people, so many that no answer ends before the limit
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 100,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "role": {"enum": ["reader", "writer", "owner"]},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["name", "age", "role"],
+        "additionalProperties": False,
+    },
 }
 
 
@@ -100,7 +111,8 @@ def cost(
                 before = settled_stats(llm)
                 found = [one_pair(llm, batch, number % 2 == 0) for number in range(pairs)]
                 row = {"device": device, "model": model, "drafts": name, "batch": batch}
-                rows.append(row | summary(found) | masks(before, settled_stats(llm)))
+                wall = sum(masked.seconds for _, masked in found)
+                rows.append(row | summary(found) | masks(before, settled_stats(llm), wall))
                 print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -146,8 +158,11 @@ def summary(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
     }
 
 
-def masks(before: Stats, after: Stats) -> dict[str, Any]:
-    """Return the counters of masks between two statistics."""
+def masks(before: Stats, after: Stats, wall: float) -> dict[str, Any]:
+    """Return the counters of masks between two statistics.
+
+    ``wall``: seconds of the runs with a schema between them.
+    """
     steps = after.masked_steps - before.masked_steps
     waited = after.mask_wait_seconds - before.mask_wait_seconds
     spent = after.mask_seconds - before.mask_seconds
@@ -156,4 +171,5 @@ def masks(before: Stats, after: Stats) -> dict[str, Any]:
         "mask_waits": after.mask_waits - before.mask_waits,
         "device_wait_us_per_masked_step": round(1e6 * waited / max(1, steps), 1),
         "host_us_per_masked_step": round(1e6 * spent / max(1, steps), 1),
+        "masks_share_of_wall_time": round(spent / wall, 4),
     }

@@ -21,6 +21,7 @@ from glowplug.core.errors import RequestError
 from glowplug.core.facts.machine import installed
 from tests.e2e.structured import run
 from tests.e2e.structured_cost import cost
+from tests.e2e.structured_gaps import gaps
 from tests.support.hostile_grammars import HOSTILE
 
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -102,7 +103,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--library", default="llguidance")
     parser.add_argument("--schemas", type=int, default=200)
-    parser.add_argument("--part", choices=["all", "cost", "hostile", "schemas"], default="all")
+    parser.add_argument(
+        "--part", choices=["all", "cost", "gaps", "hostile", "schemas"], default="all"
+    )
     parser.add_argument("--device", default="cpu", help="of the cost")
     parser.add_argument("--model", default="embedded", help="of the cost; it has a tokenizer")
     parser.add_argument(
@@ -119,6 +122,9 @@ def main() -> None:
         write(args.out, args.library, part)
     if args.part in ("all", "hostile"):
         part["hostile"] = hostile(args.library)
+        write(args.out, args.library, part)
+    if args.part in ("all", "gaps"):
+        part["gaps"] = gaps(args.library, args.pairs)
         write(args.out, args.library, part)
     if args.part in ("all", "schemas"):
         combinations(args.library, args.schemas, part, args.out)
