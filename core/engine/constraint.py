@@ -14,6 +14,10 @@ from glowplug.core.step.structured import GrammarSpec
 ANY = np.int32(-1)  #: word of a mask that allows its 32 tokens
 
 
+#: function of the index of a token and the tokens that have to follow it
+Forced = Callable[[int, Seq[int]], None]
+
+
 class AnswerPart(Enum):
     """The part of the answer that comes next."""
 
@@ -168,7 +172,7 @@ class Constraint:
         tokens: Seq[int],
         parents: Seq[int],
         masks: Masks,
-        forced: Callable[[int, Seq[int]], None] | None = None,
+        forced: Forced,
     ) -> None:
         """Write the tokens that may follow each token of a row's drafts.
 
@@ -182,8 +186,7 @@ class Constraint:
         """
         children = _children(parents)
         self.fill(masks[0])
-        if forced is not None:
-            forced(0, self.forced())
+        forced(0, self.forced())
         undo: list[Callable[[], None]] = []
         # (node, depth) in the order of a walk that finishes each child before its next sibling
         waiting = [(node, 1) for node in children[0]]
@@ -195,8 +198,7 @@ class Constraint:
             if taken is not None:
                 undo.append(taken)
                 self.fill(masks[node])
-                if forced is not None:
-                    forced(node, self.forced())
+                forced(node, self.forced())
                 waiting += [(child, depth + 1) for child in children[node]]
         _take_back(undo, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 
@@ -245,7 +246,7 @@ class StepMasks:
         assert self._drafts is not None, "rows of several tokens have drafts"
         tokens, parents = self._drafts.read()
         masks[:] = ANY
-        forced = None if self.forced is None else partial(self.forced.add, i)
+        forced = _ignored if self.forced is None else partial(self.forced.add, i)
         constraint.fill_tree(tokens[i], parents[i], masks, forced)
 
     def _positions(self) -> list[tuple[int, int]]:
@@ -278,6 +279,10 @@ class StepMasks:
             for sequence, constraint in self._rows.values()
             if constraint.failure
         ]
+
+
+def _ignored(node: int, forced: Seq[int]) -> None:
+    """Ignore the tokens that have to follow ``node``: they cannot be drafts of a tree."""
 
 
 def _pinned_copy(part: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence as Seq
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, where
 
 from glowplug.core.step.to_device import send
@@ -76,19 +77,35 @@ class ForcedDrafts:
         found = [at for at, row in enumerate(rows) if row in kept]
         if not found or counts is None or width == 1:
             return
-        nodes = 1 + max(max(kept[rows[at]][1]) for at in found)
-        table = np.full((len(found), nodes, width - 1), NONE, np.int64)
-        for number, at in enumerate(found):
-            for node, tokens in kept[rows[at]][1].items():
-                table[number, node, : len(tokens)] = tokens[: width - 1]
+        table = _table([kept[rows[at]][1] for at in found], width - 1)
         before = np.array([kept[rows[at]][0] for at in found], np.int64)
         numbers = np.arange(len(found), dtype=np.int64)
         places, sources, ids, flat = send(
             [np.array(found, np.int64), before, numbers, table.ravel()], drafted.device
         )
-        ends = counts[sources].long() - 1
-        forced = flat.view(table.shape)[ids, ends.clamp(max=nodes - 1)]
-        valid = (forced != NONE) & (ends < nodes)[:, None]
-        chains = drafted[places]
-        chains[:, 1:] = where(valid, forced, chains[:, 1:])
-        drafted[places] = chains
+        forced = _behind(flat.view(table.shape), ids, counts[sources].long() - 1)
+        _replace(drafted, places, forced)
+
+
+def _table(behind: Seq[dict[int, list[int]]], most: int) -> NDArray[np.int64]:
+    """Return the forced tokens behind each node, [rows, nodes, most]."""
+    nodes = 1 + max(max(tokens) for tokens in behind)
+    table = np.full((len(behind), nodes, most), NONE, np.int64)
+    for row, tokens in zip(table, behind):
+        for node, forced in tokens.items():
+            row[node, : len(forced)] = forced[:most]
+    return table
+
+
+def _replace(drafted: Tensor, places: Tensor, forced: Tensor) -> None:
+    """Replace the drafts of the rows ``places`` [n] by ``forced``, [n, W - 1], unless ``NONE``."""
+    chains = drafted[places]
+    chains[:, 1:] = where(forced == NONE, chains[:, 1:], forced)
+    drafted[places] = chains
+
+
+def _behind(table: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
+    """Return the tokens behind node ``ends`` of each row ``ids``; ``NONE`` outside ``table``."""
+    nodes = table.shape[1]
+    forced = table[ids, ends.clamp(max=nodes - 1)]
+    return where((ends < nodes)[:, None], forced, NONE)

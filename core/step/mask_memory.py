@@ -70,22 +70,26 @@ class MaskBuffer:
             self._marks.used.synchronize()
             self._pending = False
         if self._most < count:
-            self._most = max(count, 2 * self._most)
-            size = self._most * (WORDS_OF_PLACE + self._words)
-            pinned = self._side is not None
-            self._host = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
-            self._copied = self._host
-            if self._side is not None:
-                self._copied = torch.empty(size, dtype=torch.int32, device=self._device)
-                # work that is enqueued may still use the memory, which torch gives out again
-                self._side.wait_stream(torch.cuda.current_stream(self._device))
-            self._count = -1
+            self._grow(max(count, 2 * self._most))
         if self._count != count:
             self._count = count
             self._filled = self._parts(self._host)
             self._applied = self._filled if self._side is None else self._parts(self._copied)
             self._arrays = self._filled[0].numpy(), self._filled[1].numpy()
         return self._arrays
+
+    def _grow(self, most: int) -> None:
+        """Allocate memory for ``most`` masks."""
+        self._most = most
+        size = self._most * (WORDS_OF_PLACE + self._words)
+        pinned = self._side is not None
+        self._host = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+        self._copied = self._host
+        if self._side is not None:
+            self._copied = torch.empty(size, dtype=torch.int32, device=self._device)
+            # work that is enqueued may still use the memory, which torch gives out again
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+        self._count = -1
 
     def passed(self) -> None:
         """Mark the end of the model's pass on the device."""

@@ -252,8 +252,7 @@ class TorchSampler:
         ints = self._ints.device[rows]
         greedy = floats[:, TEMPERATURE] < GREEDY_BELOW
         temperature = torch.where(greedy, 1.0, floats[:, TEMPERATURE])
-        weights = (logits - peak).div_(temperature[:, None]).clamp_(min=FAINT).exp_()
-        torch.threshold_(weights, NEVER, 0.0)
+        weights = _weights((logits - peak).div_(temperature[:, None]))
         if self._step & Feature.MIN_P:
             weights.masked_fill_(weights < floats[:, MIN_P, None], 0.0)
         if self._step & (Feature.TOP_K | Feature.TOP_P):
@@ -274,3 +273,8 @@ class TorchSampler:
         self._penalties.state.view(-1).index_add_(
             0, index.reshape(-1), valid.reshape(-1).to(torch.int32)
         )
+
+
+def _weights(exponents: Tensor) -> Tensor:
+    """Replace ``exponents``, at most 0, by their exponentials, those below ``NEVER`` by 0."""
+    return torch.threshold_(exponents.clamp_(min=FAINT).exp_(), NEVER, 0.0)
