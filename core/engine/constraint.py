@@ -14,6 +14,10 @@ from glowplug.core.step.structured import GrammarSpec
 ANY = np.int32(-1)  #: word of a mask that allows its 32 tokens
 
 
+#: function of the index of a token and the tokens that have to follow it
+Forced = Callable[[int, Seq[int]], None]
+
+
 class AnswerPart(Enum):
     """The part of the answer that comes next."""
 
@@ -124,7 +128,7 @@ class Constraint:
 
     def accept(self, token: int) -> None:
         """Advance by a token of the answer; tokens after the end have no effect."""
-        if self.in_grammar and token not in self._eos:
+        if self._part is AnswerPart.GRAMMAR and not self.failure and token not in self._eos:
             taken = self.matcher.accept(token)
         else:
             ended = self._part is AnswerPart.END or bool(self.failure)
@@ -159,7 +163,17 @@ class Constraint:
         if self.failure:
             mask[:] = ANY
 
-    def fill_tree(self, tokens: Seq[int], parents: Seq[int], masks: Masks) -> None:
+    def forced(self) -> Seq[int]:
+        """Return the tokens that have to follow, after ``fill``; none if there is a choice."""
+        return self.matcher.forced() if self.in_grammar else ()
+
+    def fill_tree(
+        self,
+        tokens: Seq[int],
+        parents: Seq[int],
+        masks: Masks,
+        forced: Forced,
+    ) -> None:
         """Write the tokens that may follow each token of a row's drafts.
 
         Tokens that the grammar forbids, and those behind them, get no mask.
@@ -168,9 +182,11 @@ class Constraint:
             tokens: token ids; the first one has been accepted, the others are drafts.
             parents: index of each token's parent, which precedes it.
             masks: [tokens, words], full of ones.
+            forced: called with each token's index and the tokens that have to follow it.
         """
         children = _children(parents)
         self.fill(masks[0])
+        forced(0, self.forced())
         undo: list[Callable[[], None]] = []
         # (node, depth) in the order of a walk that finishes each child before its next sibling
         waiting = [(node, 1) for node in children[0]]
@@ -182,6 +198,7 @@ class Constraint:
             if taken is not None:
                 undo.append(taken)
                 self.fill(masks[node])
+                forced(node, self.forced())
                 waiting += [(child, depth + 1) for child in children[node]]
         _take_back(undo, 0)
 

@@ -393,8 +393,6 @@ class Engine:
         self._meters.fill(stats)
         masks = self.runner.grammars.masks
         if masks is not None:
-            stats.masked_steps = masks.counts.steps
-            stats.mask_waits = masks.counts.waits
-            stats.mask_seconds = masks.counts.seconds
+            masks.counts.fill(stats)
         stats.group = 0 if self._router is None else self._router.group
         return stats

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from glowplug.core.engine.constraint import ANY, Constraint
 from glowplug.core.engine.in_flight import InFlight
 from glowplug.core.protocols import GrammarBackend, Masks, Matcher, words_of
+from glowplug.core.speculation.forced_drafts import ForcedDrafts
 from glowplug.core.step.batch import Batch
+from glowplug.core.step.mask_memory import MaskBuffer
+from glowplug.core.step.messages import Stats
 from glowplug.core.step.request import Sequence
 
 
@@ -24,12 +28,21 @@ class MaskCounts:
         steps: steps with at least one mask.
         waits: steps whose model pass had ended on the device before the masks were ready, so that
             the device waited; always 0 on a CPU, where the host computes the pass.
+        wait_seconds: time between the end of the pass and the masks, on the device's clock.
         seconds: host time spent on masks.
     """
 
     steps: int = 0
     waits: int = 0
+    wait_seconds: float = 0.0
     seconds: float = 0.0
+
+    def fill(self, stats: Stats) -> None:
+        """Set the fields of ``stats`` that are about masks."""
+        stats.masked_steps = self.steps
+        stats.mask_waits = self.waits
+        stats.mask_wait_seconds = self.wait_seconds
+        stats.mask_seconds = self.seconds
 
 
 @dataclass(eq=False)
@@ -77,27 +90,38 @@ class StepMasks:
         active: the step that has begun samples a row with a grammar.
         failed: ids of sequences whose grammar has failed, with the reason; the engine takes them.
         counts: counters of masked steps.
+        forced: tokens that are offered as drafts; None without chains of drafts.
+
+    Args:
+        backend: the library.
+        vocab: number of tokens of a mask.
+        device: device of the logits.
+        drafts: most drafts of a chain; 0: there are no chains.
     """
 
-    def __init__(self, backend: GrammarBackend, vocab: int, device: torch.device) -> None:
+    def __init__(
+        self, backend: GrammarBackend, vocab: int, device: torch.device, drafts: int = 0
+    ) -> None:
         self.active = False
         self.failed: list[tuple[int, str]] = []
         self.counts = MaskCounts()
+        self.forced = ForcedDrafts(drafts) if drafts else None
         self._backend = backend
         self._words = words_of(vocab)
-        self._device = device
         self._on_host = device.type == "cpu"
-        self._pinned = not self._on_host
         self._rows: dict[int, tuple[Sequence, Constraint]] = {}
         self._unread: list[UnreadStep] = []
         self._batch: Batch | None = None
-        self._sampling: list[tuple[int, int]] = []
+        self._sampling: list[tuple[int, Constraint]] = []  # by row of the batch
         self._drafts: CopiedDrafts | None = None
+        side = None if self._on_host else torch.cuda.Stream(device)
         # two buffers in turn: the copy out of one may run while the other is filled
-        self._buffers = [MaskMemory(), MaskMemory()]
+        self._buffers = [MaskBuffer(self._words, device, side) for _ in range(2)]
 
     def begin(self, batch: Batch) -> None:
         """Note the rows of the next step, whose sequences may have changed."""
+        if self.forced is not None:
+            self.forced.drop([*batch.left, *(sequence.row for sequence in batch.joined)])
         for row in batch.left:
             self._rows.pop(row, None)
         for sequence in batch.joined:
@@ -112,7 +136,7 @@ class StepMasks:
         if self._rows:
             samples = batch.samples.tolist()
             self._sampling = [
-                (i, row)
+                (i, self._rows[row][1])
                 for i, row in enumerate(batch.rows.tolist())
                 if samples[i] and row in self._rows
             ]
@@ -122,6 +146,8 @@ class StepMasks:
 
     def copy_drafts(self, step: Batch) -> None:
         """Begin to copy the tokens of the decoding rows to the host, if there are drafts.
+
+        Before, drafts are replaced by forced tokens.
 
         Args:
             step: the batch that runs, with its input tokens and trees. Its first rows are those of
@@ -134,6 +160,8 @@ class StepMasks:
             return
         width = batch.decode_tokens // rows
         tokens = step.input_ids[: rows * width].view(rows, width)
+        if self.forced is not None and step.tree is None:
+            self.forced.offer(tokens, batch.rows[:rows].tolist())
         parents = None if step.tree is None else step.tree.parents[:rows]
         if self._on_host:
             self._drafts = CopiedDrafts(tokens, parents, None)
@@ -152,25 +180,25 @@ class StepMasks:
         Args:
             logits: float32 [N, V], of the decoding rows' tokens and then of the finished prompts.
         """
-        passed = None if self._on_host else torch.cuda.Event()
-        if passed is not None:
-            passed.record()
+        last, buffer = self._buffers
+        self._buffers = [buffer, last]
+        buffer.passed()
         self._read()
         started = time.perf_counter()
-        places, masks = self._filled()
+        self._fill_masks(buffer)
         self.counts.steps += 1
+        self.counts.waits += buffer.late()
+        self.counts.wait_seconds += last.waited()
+        buffer.apply(partial(self._backend.forbid, logits))
         self.counts.seconds += time.perf_counter() - started
-        if passed is not None and passed.query():
-            self.counts.waits += 1
-        rows, words = (part.to(self._device, non_blocking=True) for part in (places, masks))
-        self._backend.forbid(logits, rows, words)
         self._take_failures()
 
     def launched(self, inflight: InFlight) -> None:
         """Keep the results of the step, which the matchers read in a later one."""
         if self._sampling:
-            rows = [(i, self._rows[row][1]) for i, row in self._sampling]
-            self._unread.append(UnreadStep(inflight, rows))
+            self._unread.append(UnreadStep(inflight, self._sampling))
+        if self.forced is not None and self._batch is not None:
+            self.forced.keep(self._batch.rows.tolist(), inflight.accepted.counts)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -180,33 +208,35 @@ class StepMasks:
         self._unread = []
         for step in unread:
             result = step.inflight.wait()
+            begun = time.perf_counter()
+            tokens = result.tokens.tolist()
+            counts = result.counts.tolist()
             for i, constraint in step.rows:
-                for token in result.tokens[i, : int(result.counts[i])].tolist():
+                for token in tokens[i][: counts[i]]:
                     constraint.accept(token)
+            self.counts.seconds += time.perf_counter() - begun
 
-    def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill the masks of the step.
-
-        Returns:
-            Rows of the logits, int64 [n], and their masks, int32 [n, words], in host memory.
-        """
-        firsts, counts = self._positions()
-        total = sum(counts)
-        self._buffers.reverse()
-        buffer = self._buffers[0]
-        places, masks = buffer.take(total, self._words, self._pinned)
+    def _fill_masks(self, buffer: MaskBuffer) -> None:
+        """Fill the masks of the step."""
+        positions = self._positions()
+        places, masks = buffer.take(sum(count for _, count in positions))
         plain: list[tuple[int, Constraint]] = []
+        rows: list[int] = []
         at = 0
-        for (i, row), first, count in zip(self._sampling, firsts, counts):
-            places[at : at + count] = first if count == 1 else np.arange(first, first + count)
-            constraint = self._rows[row][1]
-            if constraint.in_grammar and count == 1:
+        wanted: list[int] = []
+        for (i, constraint), (first, count) in zip(self._sampling, positions):
+            wanted += range(first, first + count)
+            if count == 1 and constraint.in_grammar:
                 plain.append((at, constraint))
+                rows.append(i)
             else:
                 self._fill_row(i, constraint, masks[at : at + count])
             at += count
+        places[:] = wanted
         self._fill(plain, masks)
-        return buffer.tensors(total)
+        if self.forced is not None:
+            for i, (_, constraint) in zip(rows, plain):
+                self.forced.add(i, 0, constraint.forced())
 
     def _fill_row(self, i: int, constraint: Constraint, masks: Masks) -> None:
         """Fill the masks of the positions that row ``i`` of the batch samples, [count, words]."""
@@ -216,53 +246,43 @@ class StepMasks:
         assert self._drafts is not None, "rows of several tokens have drafts"
         tokens, parents = self._drafts.read()
         masks[:] = ANY
-        constraint.fill_tree(tokens[i], parents[i], masks)
+        forced = _ignored if self.forced is None else partial(self.forced.add, i)
+        constraint.fill_tree(tokens[i], parents[i], masks, forced)
 
-    def _positions(self) -> tuple[list[int], list[int]]:
+    def _positions(self) -> list[tuple[int, int]]:
         """Return for each row with a mask its first row of the logits, and their number."""
         batch = self._batch
         assert batch is not None, "begin comes first"
         decodes = batch.num_decodes
-        width = batch.decode_tokens // decodes if decodes else 1
-        firsts = np.arange(batch.num_rows) * width
-        firsts[decodes:] = decodes * width + np.cumsum(batch.samples[decodes:]) - 1
-        numbers = [i for i, _ in self._sampling]
-        return firsts[numbers].tolist(), [width if i < decodes else 1 for i in numbers]
+        tokens = batch.decode_tokens
+        width = tokens // decodes if decodes else 1
+        ends: list[int] = []
+        if batch.num_rows > decodes:
+            ends = (tokens - 1 + np.cumsum(batch.samples[decodes:])).tolist()
+        return [
+            (i * width, width) if i < decodes else (ends[i - decodes], 1) for i, _ in self._sampling
+        ]
 
     def _fill(self, plain: list[tuple[int, Constraint]], masks: Masks) -> None:
         """Fill the masks of constraints whose matcher alone decides, at once."""
         if plain:
             wanted: list[tuple[Matcher, int]] = [(one.matcher, at) for at, one in plain]
             self._backend.fill(wanted, masks)
-        some: NDArray[np.bool_] = np.any(masks, axis=1)
+        some = np.bitwise_or.reduce(masks, axis=1).tolist()
         for at, constraint in plain:
-            constraint.check(masks[at], bool(some[at]))
+            if not some[at] or constraint.matcher.error():
+                constraint.check(masks[at], some[at] != 0)
 
     def _take_failures(self) -> None:
-        for _, row in self._sampling:
-            sequence, constraint = self._rows[row]
-            if constraint.failure:
-                self.failed.append((sequence.id, constraint.failure))
+        self.failed += [
+            (sequence.id, constraint.failure)
+            for sequence, constraint in self._rows.values()
+            if constraint.failure
+        ]
 
 
-@dataclass(eq=False)
-class MaskMemory:
-    """Host memory for the masks of a step, pinned for a GPU; it grows with the largest step."""
-
-    places: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    masks: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
-
-    def take(self, count: int, words: int, pinned: bool) -> tuple[NDArray[np.int64], Masks]:
-        """Return memory for the rows and masks of ``count`` positions, as arrays."""
-        if len(self.places) < count:
-            most = max(count, 2 * len(self.places))
-            self.places = torch.empty(most, dtype=torch.int64, pin_memory=pinned)
-            self.masks = torch.empty(most, words, dtype=torch.int32, pin_memory=pinned)
-        return self.places.numpy()[:count], self.masks.numpy()[:count]
-
-    def tensors(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first ``count`` rows and masks."""
-        return self.places[:count], self.masks[:count]
+def _ignored(node: int, forced: Seq[int]) -> None:
+    """Ignore the tokens that have to follow ``node``: they cannot be drafts of a tree."""
 
 
 def _pinned_copy(part: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,9 @@ The way of the data:
    is sampled: one, or with drafts one for each token of the row's chain or tree
    (``core/engine/masks.py``). The masks of the rows with a grammar are copied to the device, and
    ``forbid`` sets the logits of all other tokens to minus infinity, between the graphs of the pass
-   and of sampling. Drafts that the grammar forbids are never drawn by the target, hence cut.
+   and of sampling. Drafts that the grammar forbids are never drawn by the target, hence cut. Where
+   the grammar leaves a single continuation, its tokens replace the drafts of the next step
+   (``core/speculation/forced_drafts.py``).
 
 Every rank makes the same masks from the same tokens. A mask has one bit for each token: bit t % 32
 of word t // 32.
@@ -51,7 +53,7 @@ class Matcher(Protocol):
     """
 
     def accept(self, token: int) -> bool:
-        """Advance by a token; return False, and change nothing, if the grammar forbids it."""
+        """Advance by a token; return False if the grammar forbids it, which ends the matcher."""
         ...
 
     def rollback(self, count: int) -> None:
@@ -60,6 +62,13 @@ class Matcher(Protocol):
 
     def fill(self, mask: Masks) -> None:
         """Write the tokens that may follow to ``mask`` [words], ends of the sequence included."""
+        ...
+
+    def forced(self) -> Seq[int]:
+        """Return the tokens that follow, up to the first place where the grammar leaves a choice.
+
+        They are offered as drafts, so a library may return fewer, or none.
+        """
         ...
 
     def complete(self) -> bool:

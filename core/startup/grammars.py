@@ -65,5 +65,7 @@ def rank_grammars(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> RankG
     if not grammar_kinds(plan, plugins):
         return RankGrammars()
     builder = grammar_builder(plan, plugins, worker)
-    masks = StepMasks(builder.backend, builder.vocab, torch.device(worker.device))
+    shape = plan.sizes.draft_shape
+    drafts = 0 if shape.is_tree else shape.tokens - 1
+    masks = StepMasks(builder.backend, builder.vocab, torch.device(worker.device), drafts)
     return RankGrammars(builder, masks)

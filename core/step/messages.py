@@ -142,6 +142,7 @@ class Stats(msgspec.Struct, array_like=True):
         masked_steps: steps with a mask of a grammar; set by the engine.
         mask_waits: those of them in which the device waited for the mask.
         mask_seconds: host time spent on masks.
+        mask_wait_seconds: time between the end of the model's pass and the masks on the device.
     """
 
     running: int = 0
@@ -173,6 +174,7 @@ class Stats(msgspec.Struct, array_like=True):
     masked_steps: int = 0
     mask_waits: int = 0
     mask_seconds: float = 0.0
+    mask_wait_seconds: float = 0.0
 
 
 #: fields of ``Stats`` that are not added up over groups as numbers

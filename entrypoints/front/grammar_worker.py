@@ -27,6 +27,7 @@ LENGTH = 4  #: bytes of the length of a frame
 KB = 1024
 READY = "ready"  #: the first answer, once the library and the tokenizer are loaded
 STEPS = 24  #: tokens for which a new grammar is followed
+NICE = 10  #: lower priority of the process: the engine and the front go first
 STRIDE = 7919  #: distance between the choices among the allowed tokens
 EMPTY = GrammarSpec("json_schema", '{"type":"null"}')  #: the first grammar, which loads them
 
@@ -111,6 +112,7 @@ def main() -> None:
     compiled = compiler_of(plan)
     compiled(EMPTY)
     limit_memory(options.compile_bytes)
+    os.nice(NICE)  # not before, because a request may wait for the start
     os.write(answers, frame(READY.encode()))
     decoder = msgspec.msgpack.Decoder(GrammarSpec)
     while True:

@@ -295,6 +295,12 @@ STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
         "Host time spent on masks.",
         lambda s: s.mask_seconds,
     ),
+    (
+        "grammar_mask_wait_seconds_total",
+        "counter",
+        "Time between the end of the model's pass and the masks, on the device.",
+        lambda s: s.mask_wait_seconds,
+    ),
 )
 
 #: (name, help, label, (value of the label, value of the series)) of counters with a label

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.kernels.launch.chunks import LOGPROB_ROWS
@@ -195,24 +196,36 @@ def forbid(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         rows: rows of ``logits``, ascending, int64 [n].
         masks: int32 [n, words], 32 tokens each; bit t % 32 of word t // 32 allows token t.
     """
+    if logits.device.type == "cpu":
+        _forbid_on_host(logits.numpy(), rows.numpy(), masks.numpy())
+        return
     vocab = logits.shape[1]
+    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=masks.device)
+    for at in range(0, len(rows), MASK_ROWS):
+        words = masks[at : at + MASK_ROWS].view(torch.uint8)
+        absent = (words[:, :, None] & powers == 0).view(len(words), -1)[:, :vocab]
+        chosen = rows[at : at + MASK_ROWS]
+        logits[chosen] = logits[chosen].masked_fill(absent, float("-inf"))
+
+
+#: infinity for the bits of a byte that are set, minus infinity for the others, lowest bits first
+MOST = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.inf, -np.inf).astype(np.float32)
+
+
+def _forbid_on_host(
+    logits: NDArray[np.float32], rows: NDArray[np.int64], masks: NDArray[np.int32]
+) -> None:
+    """Do the work of ``forbid`` with numpy.
+
+    NOTE: 32 masks of 2048 tokens on one core take 20 us; ``masked_fill_`` takes 40 to 270, because
+    it branches.
+    """
+    count, vocab = logits.shape
     for at in range(0, len(rows), MASK_ROWS):
         words = masks[at : at + MASK_ROWS]
-        absent = _without_bit(words.view(torch.uint8))[:, :vocab]
-        if len(words) == len(logits):
-            logits.masked_fill_(absent, float("-inf"))
+        most = MOST.take(words.view(np.uint8), axis=0).reshape(len(words), -1)[:, :vocab]
+        if len(words) == count:
+            np.minimum(logits, most, out=logits)
         else:
             chosen = rows[at : at + MASK_ROWS]
-            logits[chosen] = logits[chosen].masked_fill(absent, float("-inf"))
-
-
-def _without_bit(words: Tensor) -> Tensor:
-    """Return which bits of ``words`` (uint8 [n, B]) are not set, bool [n, 8 B], lowest bits first.
-
-    NOTE: on a CPU numpy takes a fifth of the time of torch's operations.
-    """
-    if words.device.type == "cpu":
-        bits = np.unpackbits(words.numpy(), axis=1, bitorder="little")
-        return torch.from_numpy(bits == 0)
-    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=words.device)
-    return (words[:, :, None] & powers == 0).view(len(words), -1)
+            logits[chosen] = np.minimum(logits[chosen], most)

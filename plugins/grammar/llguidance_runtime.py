@@ -7,6 +7,7 @@ Torch is imported with the first mask.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,11 @@ BYTES_PER_BYTE = 64
 #: white space between two tokens of JSON; bounded, so that an answer cannot consist of it
 WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,32}"
 SILENT = 0  #: log level of the library
+#: tokens of the masks of a step from which on the library's threads fill them. To wake the threads
+#: takes longer than a few small masks: 32 masks of 2048 tokens take 0.25 ms on the engine's thread,
+#: and 1.2 ms on a thread of the library beside a busy engine
+PARALLEL_TOKENS = 1 << 19
+PARALLEL_CORES = 3  #: cores from which on the library has more than one thread
 
 
 class LlguidanceMatcher:
@@ -42,13 +48,16 @@ class LlguidanceMatcher:
         self.inner = inner
 
     def accept(self, token: int) -> bool:
-        return bool(self.inner.try_consume_tokens([token]))
+        return bool(self.inner.consume_token(token))
 
     def rollback(self, count: int) -> None:
         self.inner.rollback(count)
 
     def fill(self, mask: Masks) -> None:
         self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    def forced(self) -> Seq[int]:
+        return self.inner.compute_ff_tokens()  # type: ignore[no-any-return]
 
     def complete(self) -> bool:
         return bool(self.inner.is_accepting())
@@ -74,6 +83,7 @@ class Llguidance:
     def __init__(self, options: LlguidanceOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = worker.device
         self._forbid: Any = None
+        self._parallel = len(os.sched_getaffinity(0)) >= PARALLEL_CORES
 
     def open(self, tokenizer: Tokenizer, vocab: int) -> None:
         try:
@@ -106,15 +116,15 @@ class Llguidance:
         return LlguidanceGrammar(matcher, BASE_BYTES + BYTES_PER_BYTE * len(text))
 
     def fill(self, wanted: Seq[tuple[Matcher, int]], masks: Masks) -> None:
-        if len(wanted) == 1:
-            matcher, row = wanted[0]
-            matcher.fill(masks[row])
-            return
         inner = [(matcher.inner, row) for matcher, row in wanted]  # type: ignore[attr-defined]
         rows, words = masks.shape
-        self._executor.unsafe_compute_mask_ptr(
-            inner, masks.ctypes.data, words * np.dtype(np.int32).itemsize, rows
-        )
+        size = words * np.dtype(np.int32).itemsize
+        start = masks.ctypes.data
+        if self._parallel and len(inner) > 1 and 32 * words * len(inner) >= PARALLEL_TOKENS:
+            self._executor.unsafe_compute_mask_ptr(inner, start, size, rows)
+            return
+        for matcher, row in inner:
+            matcher.unsafe_compute_mask_ptr(start + row * size, size)
 
     def forbid(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         if self._forbid is None:

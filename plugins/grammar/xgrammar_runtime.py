@@ -39,6 +39,9 @@ class XgrammarMatcher:
     def fill(self, mask: Masks) -> None:
         self.inner.fill_next_token_bitmask(mask[None])
 
+    def forced(self) -> Seq[int]:
+        return ()  # the library finds the text that follows, but not its tokens
+
     def complete(self) -> bool:
         return bool(self.inner.is_completed())
 

@@ -16,6 +16,7 @@ from glowplug.core.testing.suites.sampler import (
     decode_batch,
     make_params,
 )
+from glowplug.kernels.sampling import reference
 from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
 
@@ -80,6 +81,22 @@ def test_greedy_batch_does_no_more_than_argmax() -> None:
     assert sampler._step == 0
     sampler.plan_step(decode_batch([0, 1], [2, 2]))
     assert sampler._step != 0
+
+
+def test_weights_are_zero_or_normal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors need a hundred times as long for subnormal ones."""
+    seen: list[torch.Tensor] = []
+
+    def spy(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        seen.append(weights.clone())
+        return draw(weights, uniform)
+
+    draw = reference.draw
+    monkeypatch.setattr(reference, "draw", spy)
+    driver = Driver(make(), 4, "cpu")
+    driver.join(0, make_params(temperature=1.0))
+    driver.step([0], [2], torch.tensor([[0.0, -70.0, -100.0, float("-inf")]]))
+    assert torch.equal(seen[0] > 0, torch.tensor([[True, True, False, False]]))
 
 
 def test_seed_of_the_plan_stands_in_for_a_missing_one() -> None:

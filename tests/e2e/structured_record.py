@@ -19,7 +19,9 @@ import psutil
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import RequestError
 from glowplug.core.facts.machine import installed
-from tests.e2e.structured import QUESTION, run
+from tests.e2e.structured import run
+from tests.e2e.structured_cost import cost
+from tests.e2e.structured_gaps import gaps
 from tests.support.hostile_grammars import HOSTILE
 
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -32,8 +34,7 @@ LAYOUTS: dict[int, dict[str, Any]] = {
     2: {"parallel": [{"use": "tensor", "size": 2}], "executor": {"use": "multiprocess"}},
 }
 KEYS = ("ranks", "drafts", "reasoning", "streamed")
-COST_TOKENS = 64
-ROUNDS = 2
+PAIRS = 7  #: pairs of runs with and without a schema
 
 
 def combinations(library: str, count: int, record: dict[str, Any], out: Path) -> None:
@@ -97,67 +98,33 @@ def hostile(library: str) -> dict[str, Any]:
     return {"slowest_seconds": slowest, "engine_bytes_grown": grown, "grammars": rows}
 
 
-def cost(library: str) -> list[dict[str, Any]]:
-    """Measure tokens per CPU second with and without a schema, in turns, at batch 1 and 32."""
-    schema = {
-        "type": "object",
-        "properties": {"items": {"type": "array", "items": {"type": "integer"}, "minItems": 40}},
-        "required": ["items"],
-    }
-    rows = []
-    with LLM(grammar={"use": library}, scheduler={"max_running_requests": 32}) as llm:
-        for batch in (1, 32):
-            rates: dict[str, list[float]] = {"with": [], "without": []}
-            for number in range(ROUNDS + 1):
-                for name, given in (("without", None), ("with", schema)):
-                    rate = tokens_per_second(llm, batch, given)
-                    if number:  # the first round warms up
-                        rates[name].append(rate)
-            best = {name: max(found) for name, found in rates.items()}
-            rows.append(
-                {
-                    "batch": batch,
-                    "tokens_per_cpu_second": {name: round(rate, 1) for name, rate in best.items()},
-                    "share": round(best["with"] / best["without"], 4),
-                    "rounds": {n: [round(one, 1) for one in found] for n, found in rates.items()},
-                    "mask_waits": llm.stats.mask_waits,
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
-def tokens_per_second(llm: LLM, batch: int, schema: dict[str, Any] | None) -> float:
-    """Return the tokens of a batch per second of this process's CPU time.
-
-    The machine may be busy with other work; the engine runs in this process, on one thread.
-    """
-    params = [
-        SamplingParams(
-            temperature=1.0, max_tokens=COST_TOKENS, ignore_eos=True, json_schema=schema, seed=seed
-        )
-        for seed in range(batch)
-    ]
-    begun = time.process_time()
-    answers = llm.chat([QUESTION] * batch, params, enable_thinking=False)
-    seconds = time.process_time() - begun
-    return sum(len(answer.token_ids) for answer in answers) / seconds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--library", default="llguidance")
     parser.add_argument("--schemas", type=int, default=200)
-    parser.add_argument("--part", choices=["all", "cost", "hostile", "schemas"], default="all")
+    parser.add_argument(
+        "--part", choices=["all", "cost", "gaps", "hostile", "schemas"], default="all"
+    )
+    parser.add_argument("--device", default="cpu", help="of the cost")
+    parser.add_argument("--model", default="embedded", help="of the cost; it has a tokenizer")
+    parser.add_argument(
+        "--drafts", nargs="+", choices=list(DRAFTS), default=["none"], help="of the cost"
+    )
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="of the cost")
     args = parser.parse_args()
     whole = json.loads(args.out.read_text()) if args.out.exists() else {}
     part = whole.get(args.library, {})
     if args.part in ("all", "cost"):
-        part["cost"] = cost(args.library)
+        drafts = {name: DRAFTS[name] for name in args.drafts}
+        name = "cost" if args.device == "cpu" else f"cost_{args.device}"
+        part[name] = cost(args.library, args.device, args.model, drafts, args.pairs)
         write(args.out, args.library, part)
     if args.part in ("all", "hostile"):
         part["hostile"] = hostile(args.library)
+        write(args.out, args.library, part)
+    if args.part in ("all", "gaps"):
+        part["gaps"] = gaps(args.library, args.pairs)
         write(args.out, args.library, part)
     if args.part in ("all", "schemas"):
         combinations(args.library, args.schemas, part, args.out)

@@ -15,7 +15,9 @@ pytest.importorskip("jsonschema")
 from glowplug import LLM, SamplingParams
 from glowplug.core.engine.masks import StepMasks
 from glowplug.core.errors import RequestError
+from glowplug.core.speculation.forced_drafts import ForcedDrafts
 from glowplug.core.step.structured import StructuredOutputsParams
+from glowplug.entrypoints.bench.others.draft_settings import settled_stats
 from glowplug.entrypoints.front.grammar_checks import GrammarChecks
 from tests.e2e.structured import QUESTION, run
 
@@ -178,3 +180,46 @@ def test_engines_without_a_library_refuse_grammars() -> None:
     with LLM(speculative=simulated, benchmark=True) as llm:
         with pytest.raises(RequestError, match="simulated"):
             llm.generate("hi", SamplingParams(regex="a"))
+
+
+FORCED = {
+    "type": "object",
+    "properties": {
+        "description": {"enum": ["abcdefghijklmnop"]},
+        "identifier": {"type": "integer", "minimum": 5, "maximum": 9},
+    },
+    "required": ["description", "identifier"],
+    "additionalProperties": False,
+}
+COMPACT = StructuredOutputsParams(json=FORCED, disable_any_whitespace=True)
+
+
+def forced_steps(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, offered: bool, **config: Any
+) -> tuple[list[str], int]:
+    """Return answers that are almost forced, and the steps of the engine."""
+    params = [
+        SamplingParams(temperature=1.5, max_tokens=80, seed=seed, structured_outputs=COMPACT)
+        for seed in range(3)
+    ]
+    with monkeypatch.context() as patch, engine(**config) as llm:
+        if not offered:
+            patch.setattr(ForcedDrafts, "offer", lambda *_: None)
+        before = settled_stats(llm).steps
+        answers = llm.chat([QUESTION] * 3, params, **PLAIN)
+        steps = settled_stats(llm).steps - before
+    assert [answer.finish_reason for answer in answers] == ["stop"] * 3
+    return [answer.text for answer in answers], steps
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_forced_tokens_are_drafted(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    scheduler = {"max_running_requests": 8, "overlap": overlap}
+    fixed = {"speculative": {**CHAIN["speculative"], "adaptive": False}, "scheduler": scheduler}
+    plain, all_steps = forced_steps(engine, monkeypatch, True, scheduler=scheduler)
+    drafted, without = forced_steps(engine, monkeypatch, False, **fixed)
+    texts, steps = forced_steps(engine, monkeypatch, True, **fixed)
+    assert texts == drafted == plain
+    assert steps < without <= all_steps

@@ -15,6 +15,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 import jsonschema
+import psutil
 
 from tests.e2e.serving import Served, gauge
 from tests.e2e.structured_server import served_model
@@ -192,6 +193,17 @@ def test_hostile_grammars_stop_no_other_request(one: Served) -> None:
             assert answer.status_code in (200, 400), answer.text
     one.wait_idle()
     assert post(one, TEXT, {"guided_regex": "[ab]{4}"}).status_code == 200
+
+
+def test_grammars_are_compiled_with_lower_priority(one: Served) -> None:
+    assert post(one, TEXT, {"guided_regex": "[ab]{4}"}).status_code == 200
+    own = psutil.Process()
+    workers = [
+        child
+        for child in own.children(recursive=True)
+        if "grammar_worker" in " ".join(child.cmdline())
+    ]
+    assert workers and all(child.nice() > own.nice() for child in workers)
 
 
 def test_masked_steps_are_counted(one: Served) -> None:
