@@ -51,6 +51,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.grammar.xgrammar",
     "glowplug.plugins.grammar.none",
     "glowplug.plugins.outputs.deepseek_r1",
+    "glowplug.plugins.outputs.tool_calls",
     "glowplug.plugins.outputs.tokenizer",
     "glowplug.plugins.executors.inline",
     "glowplug.plugins.executors.multiprocess",

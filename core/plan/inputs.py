@@ -175,13 +175,26 @@ def _contributions(
 ) -> dict[str, tuple[Any, str]]:
     """Return the defaults that plugins and the caller set: dotted path -> (value, contributor).
 
-    Later plugins take precedence over earlier ones, and the caller's own defaults over all.
+    Later plugins take precedence over earlier ones, and the caller's own defaults over all. Lists
+    of components are joined.
     """
     found: dict[str, tuple[Any, str]] = {}
     if facts is not None:
         for name, values in plugins.call_each("contribute_defaults", facts=facts):
-            found |= {path: (value, name) for path, value in (values or {}).items()}
+            for path, value in (values or {}).items():
+                found[path] = _joined(found.get(path), value, name)
     return found | {path: (value, CALLER) for path, value in own.items()}
+
+
+def _joined(before: tuple[Any, str] | None, value: Any, name: str) -> tuple[Any, str]:
+    """Return a plugin's default with its contributor, joined with that of earlier plugins.
+
+    Only lists are joined; an item that is already there is not repeated.
+    """
+    if before is None or not isinstance(value, list) or not isinstance(before[0], list):
+        return value, name
+    new = [one for one in value if one not in before[0]]
+    return [*before[0], *new], f"{before[1]}, {name}" if new else before[1]
 
 
 # ---- remarks -------------------------------------------------------------------------------------

@@ -273,8 +273,8 @@ class GrammarOffers(Offers):
     kinds_of_grammar: frozenset[str] = frozenset()
 
 
-#: kinds of ``Piece`` that answers can carry beside "content"; parsers of other kinds are refused
-CARRIED_KINDS = frozenset({"reasoning"})
+#: kinds of ``Piece`` that answers can have beside "content"; parsers of other kinds are refused
+CARRIED_KINDS = frozenset({"reasoning", "tool_call"})
 
 
 @dataclass(frozen=True)

@@ -348,6 +348,8 @@ class ServerOptions(Section):
     stream_interval: int = Field(
         1, ge=1, description="tokens in each event of a stream after the first"
     )
+    stored_responses: int = Field(1000, ge=0, description="most stored responses; 0: none")
+    stored_response_bytes: int = Field(256 << 20, ge=1024, description="their most bytes")
     tokenizer_info: bool = Field(
         True, description="serve /tokenizer_info: special tokens and the chat template"
     )
@@ -363,6 +365,8 @@ class ServerOptions(Section):
             )
         if self.api_key is None and self.admin_api_key is None:
             found["open_routes"] = "no key is set, so every route is open"
+        if not self.stored_responses:
+            found["stored_response_bytes"] = "no response is kept"
         return found
 
 

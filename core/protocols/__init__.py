@@ -30,9 +30,11 @@ from glowplug.core.protocols.front import (
     Executor as Executor,
     OutputParser as OutputParser,
     OutputParserFactory as OutputParserFactory,
+    OutputRequest as OutputRequest,
     Piece as Piece,
     ReasoningParserFactory as ReasoningParserFactory,
     ReasoningTags as ReasoningTags,
+    ToolParserFactory as ToolParserFactory,
 )
 from glowplug.core.protocols.grammar import (
     CompiledGrammar as CompiledGrammar,

@@ -7,16 +7,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.step.structured import GrammarSpec
+from glowplug.core.step.tools import Tool, ToolChoice
 
 
 @dataclass(frozen=True)
 class Piece:
     """A piece of parsed output.
 
+    A tool call is a run of pieces of kind "tool_call" with the same ``index``. Its first piece has
+    the name of the function. The texts of all its pieces, joined, are the arguments as JSON.
+
     Attributes:
         kind: "content", "reasoning" or "tool_call".
-        text: text of the piece.
-        data: fields of a tool call; None for other kinds.
+        text: text of the piece; of a tool call, further characters of the arguments.
+        data: None for content and reasoning. For a tool call, "index": number of the call in the
+            answer, from 0. The first piece of a call also has "name", and "id" if the format states
+            one; otherwise the front makes an id.
     """
 
     kind: str
@@ -37,6 +44,29 @@ class OutputParser(Protocol):
 
 
 @dataclass(frozen=True)
+class OutputRequest:
+    """The part of a request on which the parsing of its answer depends.
+
+    Attributes:
+        prompt_tail: last characters of the rendered prompt, which may already contain an opening
+            tag; "": the prompt is not known.
+        thinking: whether the request turned reasoning on or off; None: it did neither.
+        tools: the tools that the model may call. They are empty if ``tool_choice`` is "none".
+        tool_choice: the request's rule for calls.
+        earlier_calls: number of tool calls in the conversation so far, for formats that number
+            calls over a conversation.
+        response_format: the grammar of the answer's content; None: any text.
+    """
+
+    prompt_tail: str = ""
+    thinking: bool | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    earlier_calls: int = 0
+    response_format: GrammarSpec | None = None
+
+
+@dataclass(frozen=True)
 class ReasoningTags:
     """The tags of a reasoning at the beginning of an answer.
 
@@ -54,14 +84,8 @@ class ReasoningTags:
 class OutputParserFactory(Protocol):
     """A factory of parsers for one output format."""
 
-    def start(self, prompt_tail: str, thinking: bool | None = None) -> OutputParser:
-        """Return a parser for one sequence.
-
-        Args:
-            prompt_tail: last characters of the rendered prompt, which may already contain the
-                opening tag.
-            thinking: whether the request turned reasoning on or off; None: it did neither.
-        """
+    def start(self, request: OutputRequest) -> OutputParser:
+        """Return a parser for one sequence."""
         ...
 
 
@@ -71,10 +95,28 @@ class ReasoningParserFactory(OutputParserFactory, Protocol):
     Without this method, the grammar of a request begins at once.
     """
 
-    def reasoning(self, prompt_tail: str, thinking: bool | None = None) -> ReasoningTags | None:
-        """Return the tags of the answer's reasoning; None if the answer has no reasoning.
+    def reasoning(self, request: OutputRequest) -> ReasoningTags | None:
+        """Return the tags of the answer's reasoning; None if the answer has no reasoning."""
+        ...
 
-        The arguments are those of ``start``.
+
+class ToolParserFactory(OutputParserFactory, Protocol):
+    """A factory of parsers of tool calls.
+
+    A request with tools is refused unless one of the plan's parsers has this method.
+
+    Attributes:
+        shows_special: the calls are marked by special tokens, so the parser needs their text.
+    """
+
+    shows_special: bool
+
+    def call_grammar(self, request: OutputRequest) -> GrammarSpec | None:
+        """Return the grammar of an answer with the calls that a request demands, or None.
+
+        The method is called if a call is required, or if a tool is strict. ``start`` returns a
+        parser of the answers that the grammar allows. None: the format needs no grammar here; a
+        request that requires a call is then refused.
         """
         ...
 

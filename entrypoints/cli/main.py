@@ -38,6 +38,10 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(
         "glowplug.entrypoints.cli.demo", "print the plan, then stream answers of the embedded model"
     ),
+    "run-batch": Command(
+        "glowplug.entrypoints.batch.command",
+        "answer the requests of a file in OpenAI's batch format, without a server",
+    ),
     "check": Command(
         "glowplug.entrypoints.cli.commands.check",
         "plan only: print the plan, or every reason why it is refused",

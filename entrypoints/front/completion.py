@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from glowplug.core.step.messages import Logprobs
+from glowplug.entrypoints.front.chat.answers import AnswerForm, AnswerParts
 from glowplug.entrypoints.front.delta import Delta, VerifiedDrafts
 from glowplug.entrypoints.front.front import CheckedRequest
 
@@ -20,13 +22,15 @@ class Completion:
         text: generated text, special tokens removed unless ``skip_special_tokens=False``; ""
             without a tokenizer.
         token_ids: generated ids, including the eos that ended the sequence.
-        finish_reason: "stop", "length", "abort", "timeout" or "error".
+        finish_reason: "stop", "tool_calls", "length", "abort", "timeout" or "error".
         stop_reason: the stop string or token id that matched.
         logprobs: log-probabilities of ``token_ids``; None unless requested.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on; None unless
             requested.
         cached_tokens: prompt tokens found in the prefix cache.
         drafts: the drafts of its verify steps; None if the engine drafts nothing.
+        message: answer of a chat as a message in the form of OpenAI's chat API, with "content",
+            "reasoning_content" and "tool_calls" where there are some; {} for other completions.
         error: message if ``finish_reason`` is "error".
         choices: all ``n`` completions of the prompt, this one first. Only the first completion of a
             prompt has the list; the others have [].
@@ -42,6 +46,7 @@ class Completion:
     prompt_logprobs: Logprobs | None = None
     cached_tokens: int = 0
     drafts: VerifiedDrafts | None = None
+    message: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     choices: list[Completion] = field(default_factory=list, repr=False)
 
@@ -61,6 +66,15 @@ class Completion:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
             self.error = delta.error
+
+    def parse(self, form: AnswerForm) -> None:
+        """Parse the text of a chat's answer into ``message``."""
+        parser = form.start()
+        whole = Delta(self.text, self.token_ids, finish_reason=self.finish_reason)
+        parts = AnswerParts()
+        parts.add(parser.feed(whole))
+        self.finish_reason = parser.finish_reason(whole)
+        self.message = parts.message()
 
 
 def choices_of(

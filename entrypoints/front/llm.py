@@ -25,6 +25,9 @@ from glowplug.core.startup.components import build_component
 from glowplug.core.step.messages import Abort, Control, Reply, decode_outbound, encode
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.front import inputs
+from glowplug.entrypoints.front.chat.answers import AnswerForm, answer_form
+from glowplug.entrypoints.front.chat.tools import choice_from, tools_from
+from glowplug.entrypoints.front.chat.turn import Turn
 from glowplug.entrypoints.front.completion import Completion as Completion, choices_of
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
@@ -32,7 +35,6 @@ from glowplug.entrypoints.front.grammar_checks import GrammarChecks
 from glowplug.entrypoints.front.inputs import Message, Prompt
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
 from glowplug.entrypoints.front.open_engine import start_executor
-from glowplug.entrypoints.front.reasoning_tags import PROMPT_TAIL_CHARS, after_reasoning
 
 #: section of the configuration that only the server uses -> why it has no effect here
 UNUSED_SECTIONS = {
@@ -104,6 +106,10 @@ class LLM:
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
         **template: Any,
     ) -> list[Completion]:
         """Render conversations with the chat template and generate completions.
@@ -111,20 +117,30 @@ class LLM:
         Args:
             conversations: lists of ``{"role", "content"}``, or a single one.
             params: sampling parameters for all conversations or one for each; None: defaults.
+            tools: functions that the model may call, as in OpenAI's chat API.
+            tool_choice: "auto", "none", "required", or the object of a function to be called.
+            parallel_tool_calls: False: at most one call in an answer.
             template: keywords of the chat template.
 
         Returns:
-            One Completion per conversation, in order.
+            One Completion per conversation, in order. Its ``message`` has the tool calls.
 
         Raises:
             RequestError: a conversation or its parameters cannot be served. Nothing was run.
         """
         batch = inputs.conversations(conversations)
         each = inputs.params_for(params, len(batch))
+        offered = tools_from(tools)
+        choice = choice_from(tool_choice, offered, parallel_tool_calls)
         found = [
-            self._chat(messages, one, template) for messages, one in zip(batch, each, strict=True)
+            self._chat(Turn(messages, offered, choice, template), one)
+            for messages, one in zip(batch, each, strict=True)
         ]
-        return self._run([ids for ids, _ in found], [one for _, one in found])
+        results = self._run([ids for ids, _ in found], [form.params for _, form in found])
+        for result, (_, form) in zip(results, found, strict=True):
+            for one in result.choices:
+                one.parse(form)
+        return results
 
     def stream(
         self,
@@ -138,7 +154,8 @@ class LLM:
         if inputs.is_prompt(given):
             ids = self._ids(inputs.prompt(given))
         else:
-            ids, one = self._chat(inputs.messages(given), one, template)
+            ids, form = self._chat(Turn(inputs.messages(given), template=template), one)
+            one = form.params
         stream = self._submit(self._check(ids, one))
         box = self._boxes[stream] = []
         try:
@@ -232,27 +249,19 @@ class LLM:
             )
         return self.tokenizer.encode(prompt)
 
-    def _chat(
-        self, messages: list[Message], params: SamplingParams, template: dict[str, Any]
-    ) -> tuple[list[int], SamplingParams]:
-        """Return the token ids of a rendered conversation, and the parameters of its answer.
-
-        A grammar begins behind the answer's reasoning.
-        """
+    def _chat(self, turn: Turn, params: SamplingParams) -> tuple[list[int], AnswerForm]:
+        """Return the token ids of a rendered conversation, and the form of its answers."""
         if self.tokenizer is None:
             raise RequestError(
                 "this engine runs without a tokenizer: chat needs one", param="messages"
             )
-        text = self.tokenizer.apply_chat_template(messages, **template)
-        thinking = template.get("thinking", template.get("enable_thinking"))
-        return (
-            self.tokenizer.encode(text, add_special_tokens=False),
-            after_reasoning(params, self._parsers, text[-PROMPT_TAIL_CHARS:], thinking),
-        )
+        text = turn.prompt_text(self.tokenizer)
+        form = answer_form(turn.output_request(text), self._parsers, params)
+        return self.tokenizer.encode(text, add_special_tokens=False), form
 
     @cached_property
     def _parsers(self) -> list[OutputParserFactory]:
-        """The plan's output parsers, of which the tags of a reasoning are known."""
+        """The plan's output parsers."""
         choices = self.plan.choices_in("outputs")
         return [build_component(self._plugins, one, self.plan, Worker()) for one in choices]
 

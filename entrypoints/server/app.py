@@ -96,8 +96,14 @@ def _add_middleware(app: FastAPI, context: Context) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(context.options.cors_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=[
+                "anthropic-version",
+                "authorization",
+                "content-type",
+                "x-api-key",
+                "x-request-id",
+            ],
         )
     app.add_middleware(
         RequestGate,

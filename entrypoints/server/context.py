@@ -24,6 +24,7 @@ from glowplug.entrypoints.server.generate.text_pool import TextWorkers
 from glowplug.entrypoints.server.generate.token_names import TokenNames
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.request_log import RequestLog
+from glowplug.entrypoints.server.responses.store import ResponseStore
 
 PROMPT_BYTES_PER_TOKEN = 16  #: default limit on prompt bytes, per token of the context
 
@@ -46,6 +47,7 @@ class Context:
         fingerprint: ``system_fingerprint`` of every response.
         log: the request log.
         grammars: the checks of requests' grammars.
+        stored: the responses kept for ``/v1/responses``.
         started: start of the server, seconds since the epoch.
         draining: set by the first SIGTERM; new work is then refused with 503.
     """
@@ -63,6 +65,7 @@ class Context:
     fingerprint: str
     log: RequestLog
     grammars: GrammarGate
+    stored: ResponseStore
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
@@ -99,6 +102,7 @@ class Context:
             + answers_fingerprint(plan, tokenizer.digest if tokenizer is not None else "")[:10],
             RequestLog(LogOptions.model_validate(plan.config.get("log", {})).requests),
             GrammarGate(plan, plugins),
+            ResponseStore(options.stored_responses, options.stored_response_bytes),
         )
 
     @property

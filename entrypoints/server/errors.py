@@ -1,7 +1,7 @@
 """Error responses in OpenAI's format.
 
-Every error body is ``{"error": {"message", "type", "param", "code"}}``. File paths and memory
-addresses are removed from messages.
+Every error body is ``{"error": {"message", "type", "param", "code"}}``, except for the paths of
+Anthropic's API. File paths and memory addresses are removed from messages.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from glowplug.core.errors import EngineDead, QueueFull, RequestError
 from glowplug.entrypoints.front.delta import Delta
+from glowplug.entrypoints.server.messages.errors import has_own_form, in_own_form
 from glowplug.entrypoints.server.request_log import RECORD, RequestRecord
 
 logger = logging.getLogger("glowplug.server")
@@ -121,6 +122,12 @@ def from_exception(error: Exception) -> Response:
     if isinstance(error, EngineDead):
         return error_response("the engine has stopped", 500, code="engine_dead")
     return error_response("internal error", 500, code="internal_error")
+
+
+def failure_of(error: Exception) -> dict[str, Any]:
+    """Return the fields of an exception's error body: message, type, param and code."""
+    detail: dict[str, Any] = orjson.loads(from_exception(error).body)["error"]
+    return detail
 
 
 def from_delta(delta: Delta) -> RequestError | None:
@@ -226,6 +233,23 @@ def _is_union_member(part: str) -> bool:
     return plain in ("str", "int", "float", "bool", "body") or "[" in part or part[:1].isupper()
 
 
+def in_form_of(path: str, answer: Response, request_id: str) -> Response:
+    """Return an error response in the form that its path has: OpenAI's, or Anthropic's.
+
+    Args:
+        path: the requested path.
+        answer: the response in OpenAI's form.
+        request_id: id of the request.
+    """
+    return in_own_form(answer, request_id) if has_own_form(path) else answer
+
+
+def _answer(request: Request, answer: Response) -> Response:
+    """Return an error response in the form of the requested path."""
+    id = str(request.scope.get("glowplug.request_id", ""))
+    return in_form_of(request.scope["path"], answer, id)
+
+
 def _record_failure(request: Request, error: Exception) -> None:
     """Store the reason of a failed request in the request's log record."""
     record: RequestRecord | None = request.scope.get(RECORD)
@@ -238,7 +262,7 @@ async def _on_deliberate(request: Request, error: Exception) -> Response:
     answer = from_exception(error)
     _record_failure(request, error)
     request.app.state.context.metrics.rejected.inc(labels=(str(answer.status_code),))
-    return answer
+    return _answer(request, answer)
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:
@@ -255,13 +279,14 @@ async def _on_http(request: Request, error: Exception) -> Response:
         404: f"no such route: {request.method} {_without_slashes(request.url.path)}",
         405: f"method {request.method} is not allowed here",
     }.get(error.status_code, str(error.detail))
-    return error_response(message, error.status_code, headers=error.headers)
+    return _answer(request, error_response(message, error.status_code, headers=error.headers))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
     """Return the response to any other exception, without details."""
     headers = {"X-Request-Id": str(request.scope.get("glowplug.request_id", ""))}
-    return error_response("internal error", 500, code="internal_error", headers=headers)
+    answer = error_response("internal error", 500, code="internal_error", headers=headers)
+    return _answer(request, answer)
 
 
 def install(app: FastAPI) -> None:

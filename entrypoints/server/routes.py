@@ -11,11 +11,19 @@ from starlette.responses import Response
 
 from glowplug.core.facts.expert_load import ExpertLoad
 from glowplug.entrypoints.server import operations
+from glowplug.entrypoints.server.messages import create as messages
 from glowplug.entrypoints.server.native import generate, tokenize
 from glowplug.entrypoints.server.openai import chat, completions
 from glowplug.entrypoints.server.protocol import responses
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
+from glowplug.entrypoints.server.protocol.messages import (
+    CountRequest,
+    MessageBody,
+    MessageError,
+    MessagesRequest,
+    TokensCount,
+)
 from glowplug.entrypoints.server.protocol.native import (
     AbortRequest,
     DetokenizeRequest,
@@ -23,6 +31,14 @@ from glowplug.entrypoints.server.protocol.native import (
     ProfileRequest,
     TokenizeRequest,
 )
+from glowplug.entrypoints.server.protocol.response_body import (
+    DeletedResponse,
+    InputItemList,
+    ResponseBody,
+)
+from glowplug.entrypoints.server.protocol.response_request import ResponseRequest
+from glowplug.entrypoints.server.refused import REASONS, refusal
+from glowplug.entrypoints.server.responses import create, stored
 
 ERRORS = {
     400: "The request is wrong; `error.param` names the field.",
@@ -48,11 +64,13 @@ class HttpRoute:
         path, methods: path and HTTP methods.
         endpoint: coroutine that handles a request.
         tag: heading in ``/openapi.json``.
-        answer: model of the response body for ``/openapi.json``; None: plain text.
+        answer: model of the response body for ``/openapi.json``; None: plain text. With
+            ``ErrorBody`` the route refuses every request.
         body: model of the request body for ``/openapi.json``; None: no body.
         stream: the route can also respond with server-sent events.
         admin: the route needs the admin key.
         poll: monitors call the route periodically; its requests are logged at level debug.
+        error: model of the body of errors.
     """
 
     path: str
@@ -64,6 +82,7 @@ class HttpRoute:
     stream: bool = False
     admin: bool = False
     poll: bool = False
+    error: type[BaseModel] = responses.ErrorBody
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         """Return FastAPI's argument ``responses``: the models of regular and error responses."""
@@ -76,13 +95,10 @@ class HttpRoute:
             good["content"] = {
                 "text/event-stream": {"schema": {"description": "data: events, then data: [DONE]"}}
             }
-        return {
-            200: good,
-            **{
-                code: {"model": responses.ErrorBody, "description": text}
-                for code, text in ERRORS.items()
-            },
+        bad: dict[int | str, dict[str, Any]] = {
+            code: {"model": self.error, "description": text} for code, text in ERRORS.items()
         }
+        return bad if self.answer is responses.ErrorBody else {200: good, **bad}
 
     def request(self) -> dict[str, Any] | None:
         """Return the entry for the request body in ``/openapi.json``; None without a body."""
@@ -101,6 +117,7 @@ _GET = ("GET",)
 _POST = ("POST",)
 _GET_POST = ("GET", "POST")
 _OPENAI = "OpenAI"
+_ANTHROPIC = "Anthropic"
 _NATIVE = "native"
 _TEXT = "text"
 _OPERATIONS = "operations"
@@ -123,6 +140,40 @@ ROUTES: tuple[HttpRoute, ...] = (
         responses.Completion,
         CompletionRequest,
         stream=True,
+    ),
+    HttpRoute(
+        "/v1/responses",
+        create.create,
+        _POST,
+        _OPENAI,
+        ResponseBody,
+        ResponseRequest,
+        stream=True,
+    ),
+    HttpRoute("/v1/responses/{response_id}", stored.retrieve, _GET, _OPENAI, ResponseBody),
+    HttpRoute("/v1/responses/{response_id}", stored.delete, ("DELETE",), _OPENAI, DeletedResponse),
+    HttpRoute("/v1/responses/{response_id}/cancel", stored.cancel, _POST, _OPENAI, ResponseBody),
+    HttpRoute(
+        "/v1/responses/{response_id}/input_items", stored.list_items, _GET, _OPENAI, InputItemList
+    ),
+    HttpRoute(
+        "/v1/messages",
+        messages.create,
+        _POST,
+        _ANTHROPIC,
+        MessageBody,
+        MessagesRequest,
+        stream=True,
+        error=MessageError,
+    ),
+    HttpRoute(
+        "/v1/messages/count_tokens",
+        messages.count_tokens,
+        _POST,
+        _ANTHROPIC,
+        TokensCount,
+        CountRequest,
+        error=MessageError,
     ),
     HttpRoute("/v1/models", tokenize.models, _GET, _OPENAI, responses.ModelList),
     HttpRoute("/v1/models/{model:path}", tokenize.model, _GET, _OPENAI, responses.ModelCard),
@@ -195,4 +246,5 @@ ROUTES: tuple[HttpRoute, ...] = (
     HttpRoute(
         "/stop_profile", operations.stop_profile, _GET_POST, _OPERATIONS, responses.Done, admin=True
     ),
+    *(HttpRoute(path, refusal(path), _POST, _OPENAI, responses.ErrorBody) for path in REASONS),
 )

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from typing import Literal
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.protocols import Piece, ReasoningTags, Worker
+from glowplug.core.protocols import OutputRequest, Piece, ReasoningTags, Worker
 from glowplug.plugins.outputs.deepseek_r1 import DeepseekR1Options
 
 OPEN = "<think>"  #: tag before the reasoning
@@ -19,12 +19,13 @@ class DeepseekR1:
     def __init__(self, options: DeepseekR1Options, plan: EnginePlan, worker: Worker) -> None:
         self._opening = options.opening
 
-    def start(self, prompt_tail: str, thinking: bool | None = None) -> ThinkParser:
-        return ThinkParser(starts_inside(prompt_tail, thinking, self._opening))
+    def start(self, request: OutputRequest) -> ThinkParser:
+        return ThinkParser(starts_inside(request.prompt_tail, request.thinking, self._opening))
 
-    def reasoning(self, prompt_tail: str, thinking: bool | None = None) -> ReasoningTags | None:
-        inside = starts_inside(prompt_tail, thinking, self._opening)
-        if not inside and (thinking is False or prompt_tail.rstrip().endswith(CLOSE)):
+    def reasoning(self, request: OutputRequest) -> ReasoningTags | None:
+        inside = starts_inside(request.prompt_tail, request.thinking, self._opening)
+        closed = request.prompt_tail.rstrip().endswith(CLOSE)
+        if not inside and (request.thinking is False or closed):
             return None
         return ReasoningTags(OPEN, CLOSE, inside)
 

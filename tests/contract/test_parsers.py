@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import OutputRequest, Worker
 from glowplug.core.testing.suites.parser import Case, ParserSuite, run
 from glowplug.plugins.outputs.deepseek_r1 import DeepseekR1Options, register_output_parsers
 from glowplug.plugins.outputs.deepseek_r1_runtime import DeepseekR1
@@ -71,15 +71,21 @@ class TestDeepseekR1(ParserSuite):
     ],
 )
 def test_opening_option(opening: str, known: str, unknown: str) -> None:
-    assert run(make(opening=opening).start(ASKED), ["text"]) == [(known, "text")]
-    assert run(make(opening=opening).start(""), ["text"]) == [(unknown, "text")]
-    assert run(make(opening=opening).start(OPENED), ["text"]) == [("reasoning", "text")]
-    assert run(make(opening=opening).start(ASKED, True), ["text"]) == [("reasoning", "text")]
-    assert run(make(opening=opening).start("", False), ["text"]) == [("content", "text")]
+    assert run(make(opening=opening).start(OutputRequest(ASKED)), ["text"]) == [(known, "text")]
+    assert run(make(opening=opening).start(OutputRequest()), ["text"]) == [(unknown, "text")]
+    assert run(make(opening=opening).start(OutputRequest(OPENED)), ["text"]) == [
+        ("reasoning", "text")
+    ]
+    assert run(make(opening=opening).start(OutputRequest(ASKED, True)), ["text"]) == [
+        ("reasoning", "text")
+    ]
+    assert run(make(opening=opening).start(OutputRequest(thinking=False)), ["text"]) == [
+        ("content", "text")
+    ]
 
 
 def test_reasoning_is_not_held_back() -> None:
-    parser = make().start(OPENED)
+    parser = make().start(OutputRequest(OPENED))
     assert [piece.text for piece in parser.feed("step one")] == ["step one"]
     assert parser.feed(" ") == []
     assert [piece.text for piece in parser.feed("then <")] == [" then"]

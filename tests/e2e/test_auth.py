@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI
 from glowplug.core.errors import PluginLoadError, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
+from glowplug.entrypoints.server.refused import REASONS
 from glowplug.entrypoints.server.routes import ROUTES
 from glowplug.entrypoints.server.transport.auth import Authoriser, leaf_routes, require_guarded
 from tests.e2e.serving import HTTP, Served, served
@@ -31,6 +32,10 @@ def server() -> Iterator[Served]:
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
+
+
+#: routes whose answer to a request with a key and no body is an error of the request
+NEEDING_MORE = {*REASONS, *(route.path for route in ROUTES if "{response_id}" in route.path)}
 
 
 def every_call() -> list[tuple[str, str, bool]]:
@@ -59,9 +64,27 @@ def test_every_route_is_closed_unless_listed(
     if admin:
         assert HTTP.request(method, url, headers=bearer(KEY)).status_code == 403
         assert HTTP.request(method, url, headers=bearer(ADMIN)).status_code == 200
-    else:  # past the gate: a missing body is an error of its own
+    else:  # past the gate: a missing body, or an unknown response, is an error of its own
         for key in (KEY, ADMIN):
-            assert HTTP.request(method, url, headers=bearer(key)).status_code in (200, 415)
+            for header in (bearer(key), {"X-Api-Key": key}):
+                found = HTTP.request(method, url, headers=header).status_code
+                assert found in ((400, 404) if path in NEEDING_MORE else (200, 415))
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"X-Api-Key": KEY}, 200),
+        ({"X-Api-Key": f"{KEY}x"}, 401),
+        ({"X-Api-Key": KEY, "Authorization": "Bearer wrong"}, 401),
+        ({"X-Api-Key": "wrong", "Authorization": f"Bearer {KEY}"}, 200),
+        ({"X-Api-Key": KEY, "Authorization": "Basic wrong"}, 200),
+    ],
+)
+def test_a_bearer_token_counts_before_the_header_of_anthropics_clients(
+    server: Served, headers: dict[str, str], status: int
+) -> None:
+    assert HTTP.get(server.url + "/version", headers=headers).status_code == status
 
 
 NEAR = ["", "Bearer", f"bearer{KEY}", f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Bearer {KEY} x"]

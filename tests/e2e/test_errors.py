@@ -120,9 +120,9 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
         CHAT,
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         "tools",
-        "not supported yet; leave it out",
+        "start it with --tool-call-parser",
     ),
-    (CHAT, {"tool_choice": "required"}, "tool_choice", "not supported yet"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
     (CHAT, {"response_format": {"type": "json_object"}}, None, "grammar.use = none"),
     (
         CHAT,
@@ -265,7 +265,7 @@ def test_unknown_things_are_404_and_wrong_methods_405(client: httpx.Client) -> N
         refused(client.post(CHAT, json={"messages": HELLO, "model": "gpt-9"}), 404)["code"]
         == "model_not_found"
     )
-    assert refused(client.get("/v1/embeddings"), 404)["type"] == "not_found_error"
+    assert refused(client.get("/v1/files"), 404)["type"] == "not_found_error"
     refused(client.get(CHAT), 405)
     refused(client.delete("/health"), 405)
 

@@ -14,6 +14,7 @@ from glowplug.core.facts.expert_load import ExpertLoad
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server.context import Context
+from glowplug.entrypoints.server.refused import REASONS
 from glowplug.entrypoints.server.routes import ROUTES
 from tests.e2e.fake_engine import TEMPLATE, make_plan, make_tokenizer
 from tests.e2e.serving import HTTP, Served, served
@@ -251,3 +252,34 @@ def test_the_system_fingerprint_follows_the_tokenizer_and_its_template() -> None
         for one in (tokenizer, other, templated, None)
     ]
     assert found[0] == found[1] and len(set(found)) == 3
+
+
+def test_routes_for_other_models_are_refused_with_the_reason(
+    server: Served, client: httpx.Client
+) -> None:
+    """The status is below 500, because clients repeat requests that are answered 5xx."""
+    assert {"/v1/embeddings", "/v1/score", "/v1/rerank"} < REASONS.keys()
+    for path, reason in REASONS.items():
+        answer = client.post(path, json={"input": "x"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "unsupported_route")
+        assert error["type"] == "invalid_request_error" and reason in error["message"]
+        assert httpx.post(server.url + path, json={}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/load_lora_adapter_from_tensors",
+        "/update_weights_from_disk",
+        "/collective_rpc",
+    ],
+)
+def test_routes_that_would_change_the_model_do_not_exist(client: httpx.Client, path: str) -> None:
+    answer = client.post(path, json={"lora_name": "a", "lora_path": "/etc/passwd"})
+    assert answer.status_code == 404 and "no such route" in answer.json()["error"]["message"]
+    assert "passwd" not in answer.text

@@ -304,6 +304,7 @@ WORDS: dict[str, list[str]] = {
     "--max-total-tokens": ["9000"],
     "--context-length": ["64"],
     "--reasoning-parser": ["deepseek-r1"],
+    "--tool-call-parser": ["kimi_k2"],
     "--log-level": ["debug"],
     "--log-format": ["json"],
     "--cuda-graph-bs": ["1", "2"],
@@ -318,7 +319,6 @@ WORDS: dict[str, list[str]] = {
 ELSEWHERE_FLAGS = {
     "--speculative-draft-model-path": "tests/plan/test_drafts.py",
     "--enable-flashinfer-mla": "tests/plan/test_attention_libraries.py",
-    "--tool-call-parser": "tests/plan/test_flags.py",
 }
 
 

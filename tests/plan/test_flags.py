@@ -144,6 +144,10 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
         ["--reasoning-parser", "a", "--tool-call-parser", "b"],
         {"outputs": [{"use": "a"}, {"use": "b"}]},
     ),
+    (
+        ["--tool-call-parser", "hermes"],
+        {"outputs": [{"use": "hermes"}]},
+    ),
     (["--chat-template", "t.jinja"], {"chat_template": "t.jinja"}),
     (
         ["--tokenizer-path", "t", "--skip-tokenizer-init"],
@@ -343,7 +347,7 @@ def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words:
         (["--attention-backend", "fa4"], {"attention.use"}),
         (["--cuda-graph-max-bs", "8"], {"graphs.use"}),
         (["--schedule-policy", "dfs-weight"], {"policy.use"}),
-        (["--tool-call-parser", "deepseekv3"], {"outputs.0.use"}),
+        (["--tool-call-parser", "deepseekv9"], {"outputs.0.use"}),
         (["--set", "scheduler.chunk_sizes=3"], {"scheduler.chunk_sizes"}),
         (["--set", "nonsense"], {"--set nonsense"}),
         (["--facts", "9xh900"], {"--facts"}),

@@ -1,12 +1,9 @@
-"""Output parsers in the plan: parsers of tool calls are refused until answers support them, however
-they were named.
-"""
+"""Output parsers in the plan: defaults from the model's facts, and refusals of what cannot run."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,18 +26,23 @@ class Calls(OutputOptions):
 class Notes(OutputOptions):
     use: Literal["notes"] = "notes"
 
+class Speech(OutputOptions):
+    use: Literal["speech"] = "speech"
+
 @hookimpl
 def register_output_parsers():
     return [
         Component("deepseek_calls", Calls, "nowhere:None",
                   OutputOffers(kinds=frozenset({"reasoning", "tool_call"}))),
         Component("notes", Notes, "nowhere:None", OutputOffers(kinds=frozenset({"reasoning"}))),
+        Component("speech", Speech, "nowhere:None",
+                  OutputOffers(kinds=frozenset({"reasoning", "audio"}))),
     ]
 """
 CONTRIBUTED = """
 @hookimpl
 def contribute_defaults(facts):
-    return {"outputs": [{"use": "deepseek_r1"}, {"use": "deepseek_calls"}]}
+    return {"outputs": [{"use": "deepseek_r1"}, {"use": "speech"}]}
 """
 
 
@@ -74,7 +76,7 @@ def calling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSet:
 
 
 REASON = (
-    "deepseek_calls makes pieces of kind tool_call, which answers cannot carry yet; "
+    "speech makes pieces of kind audio, which answers do not have; "
     "their text would become part of the content"
 )
 
@@ -82,29 +84,28 @@ REASON = (
 @pytest.mark.parametrize(
     ("words", "place", "left"),
     [
-        (["--tool-call-parser", "deepseek-calls"], 0, []),
         (
-            ["--reasoning-parser", "deepseek-r1", "--tool-call-parser", "deepseek_calls"],
-            1,
-            ["deepseek_r1"],
+            ["--reasoning-parser", "speech", "--tool-call-parser", "deepseek_calls"],
+            0,
+            ["deepseek_calls"],
         ),
-        (["--reasoning-parser", "deepseek_calls"], 0, []),
-        (["--set", 'outputs=[{"use": "notes"}, {"use": "deepseek_calls"}]'], 1, ["notes"]),
-        (["--set", "outputs.0.use=deepseek_calls"], 0, []),
+        (["--reasoning-parser", "speech"], 0, []),
+        (["--set", 'outputs=[{"use": "notes"}, {"use": "speech"}]'], 1, ["notes"]),
+        (["--set", "outputs.0.use=speech"], 0, []),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
-def test_a_parser_of_tool_calls_is_refused_however_it_was_named(
+def test_a_parser_of_an_unknown_kind_is_refused_however_it_was_named(
     calling: PluginSet, v3: Path, words: list[str], place: int, left: list[str]
 ) -> None:
     (refusal,) = refusals(calling, v3, *words)
     assert (refusal.by, refusal.field, refusal.reason) == (
-        "deepseek_calls",
+        "speech",
         f"outputs.{place}.use",
         REASON,
     )
     kept = ", ".join(f'{{use = "{name}"}}' for name in left)
-    assert refusal.fix == f"outputs = [{kept}]; requests that bring tools are refused"
+    assert refusal.fix == f"outputs = [{kept}]"
     config = json.dumps([{"use": name} for name in left])
     assert [
         c.name
@@ -112,24 +113,57 @@ def test_a_parser_of_tool_calls_is_refused_however_it_was_named(
     ] == left
 
 
-def test_a_parser_of_tool_calls_is_refused_from_a_file(
+def test_a_parser_of_an_unknown_kind_is_refused_from_a_file(
     calling: PluginSet, v3: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "engine.toml"
-    file.write_text('[[outputs]]\nuse = "deepseek_calls"\n')
+    file.write_text('[[outputs]]\nuse = "speech"\n')
     (refusal,) = refusals(calling, v3, "--config", str(file))
     assert (refusal.field, refusal.reason) == ("outputs.0.use", REASON)
 
 
-def test_a_parser_of_tool_calls_is_refused_as_a_contributed_default(
+def test_a_parser_of_an_unknown_kind_is_refused_as_a_contributed_default(
     v3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugins = loaded(tmp_path, monkeypatch, "contributed_calls_of_a_test", CALLS + CONTRIBUTED)
     (refusal,) = refusals(plugins, v3)
     assert (refusal.field, refusal.reason) == ("outputs.1.use", REASON)
-    assert refusal.fix == 'outputs = [{use = "deepseek_r1"}]; requests that bring tools are refused'
+    assert refusal.fix == 'outputs = [{use = "deepseek_r1"}]'
     plan = given(plugins, v3, "--set", 'outputs=[{"use": "deepseek_r1"}]').plan()
     assert [choice.name for choice in plan.choices_in("outputs")] == ["deepseek_r1"]
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        ("<think>{{ messages }}", ["deepseek_r1"]),
+        ("{{ messages }}", []),
+        ("{{ messages }}<｜tool▁calls▁begin｜>```json", ["deepseek_v3"]),
+        ("{{ messages }}<think><｜tool▁calls▁begin｜>", ["deepseek_r1", "deepseek_v31"]),
+        ("{{ messages }}<｜DSML｜function_calls>", ["deepseek_v32"]),
+        ("{{ messages }}<｜DSML｜tool_calls>", ["deepseek_v4"]),
+        ("{{ messages }}<｜DSML｜ calls>", ["deepseek_v41"]),
+        ("{{ messages }}<|tool_calls_section_begin|>", ["kimi_k2"]),
+        ('{{ messages }}<tool_call>{"name": <n>, "arguments": <a>}', ["hermes"]),
+        ("{{ messages }}<tool_call><function=f>", []),
+        ('{{ messages }}<|python_tag|>"parameters"', ["llama3_json"]),
+    ],
+)
+def test_the_marks_of_the_chat_template_choose_the_default_parsers(
+    calling: PluginSet, v3: Path, tmp_path: Path, template: str, names: list[str]
+) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text(template, encoding="utf-8")
+    plan = given(calling, v3, "--chat-template", str(file)).plan()
+    assert [choice.name for choice in plan.choices_in("outputs")] == names
+
+
+def test_a_second_parser_of_tool_calls_is_refused(calling: PluginSet, v3: Path) -> None:
+    words = ["--set", 'outputs=[{"use": "kimi-k2"}, {"use": "deepseek_calls"}]']
+    (refusal,) = refusals(calling, v3, *words)
+    assert (refusal.by, refusal.field) == ("deepseek_calls", "outputs.1.use")
+    assert refusal.reason == "kimi_k2 already parses tool calls; a model has one format"
+    assert refusal.fix == 'outputs = [{use = "kimi_k2"}]'
 
 
 def test_the_offers_of_a_parser_decide_and_not_its_name(calling: PluginSet, v3: Path) -> None:
@@ -152,7 +186,7 @@ def test_the_flag_for_tool_calls_takes_nothing_else(
         calling, v3, "--tool-call-parser", name, "--reasoning-parser", "deepseek_r2"
     )
     assert (tools.field, tools.reason) == ("outputs.0.use", f"--tool-call-parser {name}: {reason}")
-    assert tools.fix == "remove --tool-call-parser: requests with tools are refused"
+    assert tools.fix.startswith("--tool-call-parser deepseek_calls or deepseek_v3 or ")
     assert (
         other.reason.startswith("--reasoning-parser deepseek_r2: no")
         and other.fix == "did you mean 'deepseek_r1'?"
@@ -162,18 +196,15 @@ def test_the_flag_for_tool_calls_takes_nothing_else(
 def test_a_piece_of_an_undeclared_kind_fails_its_request() -> None:
     """Text of a kind that a parser does not offer must not end up in the content."""
     from glowplug.core.protocols import Piece
+    from glowplug.entrypoints.front.chat.answers import AnswerParser
     from glowplug.entrypoints.front.delta import Delta
-    from glowplug.entrypoints.server.generate.reasoning import ReasoningSplitter
 
-    class Factory:
-        def start(self, prompt_tail: str, thinking: bool | None = None) -> Any:
-            return self
-
+    class Unknown:
         def feed(self, text: str) -> list[Piece]:
-            return [Piece("tool_call", text)]
+            return [Piece("audio", text)]
 
         def finish(self) -> list[Piece]:
             return []
 
-    with pytest.raises(ValueError, match="'tool_call'"):
-        ReasoningSplitter([Factory()], "", None).feed(Delta(text="get_weather", token_ids=[1]))
+    with pytest.raises(ValueError, match="'audio'"):
+        AnswerParser([Unknown()]).feed(Delta(text="get_weather", token_ids=[1]))

@@ -404,6 +404,10 @@ OTHERS: dict[str, tuple[str, Values]] = {
             "log.requests": False,
         },
     ),
+    "--reasoning-parser deepseek-r1 --tool-call-parser deepseekv31 --enable-auto-tool-choice": (
+        LITE,
+        {"outputs.0.use": "deepseek_r1", "outputs.1.use": "deepseek_v31"},
+    ),
 }
 
 
@@ -444,7 +448,7 @@ OTHERS_REFUSED: dict[str, tuple[str, dict[str, str]]] = {
         {"attention.kv_dtype": "flashinfer_mla keeps the KV cache in bfloat16, float16"},
     ),
     "--trust-remote-code": (V3, {"model": "before any KV cache"}),
-    "--tool-call-parser deepseekv3": (LITE, {"outputs.0.use": "no tool-call parser"}),
+    "--tool-call-parser deepseekv9": (LITE, {"outputs.0.use": "no tool-call parser"}),
 }
 
 

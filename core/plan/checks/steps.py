@@ -30,9 +30,26 @@ def check_output_kinds(proposal: Proposal) -> Iterator[Refusal]:
                 "outputs",
                 chosen,
                 f"{chosen.name} makes pieces of kind {listed(lost)}, which "
-                "answers cannot carry yet; their text would become part of the content",
-                f"outputs = [{kept}]; requests that bring tools are refused",
+                "answers do not have; their text would become part of the content",
+                f"outputs = [{kept}]",
             )
+
+
+@reads("outputs")
+def check_one_call_parser(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse a second parser of tool calls, which would get no calls to parse."""
+    calls = [chosen for chosen in proposal.outputs if "tool_call" in chosen.offers.kinds]
+    for chosen in calls[1:]:
+        kept = ", ".join(
+            f'{{use = "{other.name}"}}' for other in proposal.outputs if other is not chosen
+        )
+        yield refuse(
+            proposal,
+            "outputs",
+            chosen,
+            f"{calls[0].name} already parses tool calls; a model has one format",
+            f"outputs = [{kept}]",
+        )
 
 
 # ---- the step's path -----------------------------------------------------------------------------

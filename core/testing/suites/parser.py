@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from glowplug.core.protocols import OutputParser, OutputParserFactory, Piece
+from glowplug.core.protocols import OutputParser, OutputParserFactory, OutputRequest, Piece
+from glowplug.core.step.tools import Tool, ToolChoice
 
 
 @dataclass(frozen=True)
@@ -17,27 +18,56 @@ class Case:
     Attributes:
         text: the generated text.
         parts: (kind, text) in order, with neighbours of one kind joined.
+            A tool call is ("tool_call", its id, its name and its arguments, separated by spaces);
+            an id that the format does not state is left out.
         prompt_tail: last characters of the prompt.
         thinking: the request's reasoning switch; None: not set.
+        tools: the request's tools.
+        earlier_calls: tool calls in the conversation so far.
     """
 
     text: str
     parts: Sequence[tuple[str, str]]
     prompt_tail: str = ""
     thinking: bool | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    earlier_calls: int = 0
+
+    @property
+    def request(self) -> OutputRequest:
+        """The request of the generated text."""
+        return OutputRequest(
+            self.prompt_tail, self.thinking, self.tools, self.tool_choice, self.earlier_calls
+        )
 
 
 def joined(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """Return (kind, text) of the pieces, with neighbours of one kind joined.
+    """Return (kind, text) of the pieces, with neighbours of one kind and of one call joined.
 
-    Pieces with data stay separate.
+    Raises:
+        AssertionError: a piece of a tool call has no data, a call begins without a name, or calls
+            are not numbered from 0 in order.
     """
     parts: list[tuple[str, str]] = []
+    calls = 0
     for piece in pieces:
-        if parts and parts[-1][0] == piece.kind and piece.data is None:
-            parts[-1] = (piece.kind, parts[-1][1] + piece.text)
+        if piece.kind != "tool_call":
+            if parts and parts[-1][0] == piece.kind:
+                parts[-1] = (piece.kind, parts[-1][1] + piece.text)
+            else:
+                parts.append((piece.kind, piece.text))
+            continue
+        assert piece.data is not None, piece
+        if "name" in piece.data:
+            assert piece.data["index"] == calls, piece
+            calls += 1
+            head = [piece.data[key] for key in ("id", "name") if key in piece.data]
+            parts.append(("tool_call", " ".join([*head, piece.text])))
         else:
-            parts.append((piece.kind, piece.text))
+            assert calls and piece.data["index"] == calls - 1, piece
+            assert parts[-1][0] == "tool_call", piece
+            parts[-1] = ("tool_call", parts[-1][1] + piece.text)
     return parts
 
 
@@ -57,6 +87,7 @@ class ParserSuite:
     """Tests of ``protocols.OutputParser``: chunk boundaries must not change the result."""
 
     seconds_a_megabyte = 1.0  #: most processor time for a megabyte of adversarial text
+    plain_request = OutputRequest()  #: request of the tests without a case
 
     def make(self) -> OutputParserFactory:
         """Return the parser factory under test."""
@@ -76,7 +107,7 @@ class ParserSuite:
 
     def start(self, case: Case) -> OutputParser:
         """Return a parser for a case."""
-        return self.make().start(case.prompt_tail, case.thinking)
+        return self.make().start(case.request)
 
     def test_whole(self) -> None:
         for case in self.cases():
@@ -116,13 +147,13 @@ class ParserSuite:
                 )
 
     def test_empty(self) -> None:
-        parser = self.make().start("")
+        parser = self.make().start(self.plain_request)
         assert [*parser.feed(""), *parser.finish()] == []
 
     def test_sequences_are_independent(self) -> None:
         factory = self.make()
         cases = self.cases()
-        parsers = [factory.start(case.prompt_tail, case.thinking) for case in cases]
+        parsers = [factory.start(case.request) for case in cases]
         pieces: list[list[Piece]] = [[] for _ in cases]
         for at in range(max(len(case.text) for case in cases)):
             for parser, case, got in zip(parsers, cases, pieces, strict=True):
@@ -134,7 +165,7 @@ class ParserSuite:
         for pattern in self.adversarial():
             text = pattern * ((1 << 20) // len(pattern))
             for size in (64, 1 << 20):
-                parser = self.make().start("")
+                parser = self.make().start(self.plain_request)
                 start = time.process_time()
                 for at in range(0, len(text), size):
                     parser.feed(text[at : at + size])

@@ -105,7 +105,7 @@ ALTERNATIVES: tuple[tuple[str, str], ...] = (
         "run a proxy in front of the server",
     ),
     (r"^middleware$", "write a plugin with the hook extend_app"),
-    (r"^reasoning-parser-plugin$", "use --plugin MODULE"),
+    (r"^(reasoning|tool)-parser-plugin$", "use --plugin MODULE"),
     (r"^enable-reasoning$", "use --reasoning-parser NAME"),
     (r"^(completion-template|hf-chat-template-name)$", "use --chat-template FILE"),
     (r"^default-chat-template-kwargs$", "set chat_template_kwargs in requests"),

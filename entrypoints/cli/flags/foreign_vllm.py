@@ -23,7 +23,7 @@ VLLM = frozenset(
     disable-mm-preprocessor-cache disable-nccl-for-dp-synchronization disable-sliding-window
     disable-uvicorn-access-log dp-supervisor-probe-failure-threshold dp-supervisor-probe-interval-s
     dp-supervisor-probe-timeout-s dp-sync-interval ec-manager-config ec-transfer-config
-    elastic-ep-max-dp-size enable-auto-tool-choice enable-batch-sharded-sampling
+    elastic-ep-max-dp-size enable-batch-sharded-sampling
     enable-cumem-allocator enable-dbo enable-elastic-ep enable-ep-weight-filter
     enable-fault-tolerance enable-flash-late-interaction enable-flashinfer-autotune
     enable-force-include-usage enable-hc-sp enable-layerwise-nvtx-tracing enable-log-deltas
@@ -33,7 +33,7 @@ VLLM = frozenset(
     enable-offline-docs enable-per-request-metrics enable-prompt-adapter enable-prompt-embeds
     enable-reasoning enable-scale-out enable-server-load-tracking enable-shm-tensor-arena
     enable-sleep-mode enable-tower-connector-lora enable-trace-replay engram-config eplb-config
-    eplb-log-balancedness eplb-step-interval eplb-window-size exclude-tools-when-tool-choice-none
+    eplb-log-balancedness eplb-step-interval eplb-window-size
     expert-placement-strategy fail-on-environ-validation fault-tolerance-config fingerprint-mode
     fingerprint-value fully-sharded-loras gdn-prefill-backend generation-config grpc
     guided-decoding-backend guided-decoding-disable-additional-properties
@@ -75,7 +75,7 @@ VLLM = frozenset(
     speculative-draft-tensor-parallel-size speculative-max-model-len speculative-model-quantization
     sse-keep-alive-interval ssl-cert-reqs ssl-ciphers structured-outputs-config swa-bounded-replay
     swap-space task tokenizer-pool-extra-config tokenizer-pool-size tokenizer-pool-type
-    tokenizer-revision tokens-only tool-parser-plugin tool-strict-level trust-request-mm-kwargs
+    tokenizer-revision tokens-only tool-strict-level trust-request-mm-kwargs
     typical-acceptance-sampler-posterior-alpha typical-acceptance-sampler-posterior-threshold
     ubatch-size uds use-fp64-gumbel use-replayssm use-tqdm-on-load use-v2-block-manager
     uvicorn-log-level video-pruning-method video-pruning-rate watchdog-config watermark

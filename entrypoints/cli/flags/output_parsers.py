@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 from glowplug.core.config.files import Layer
 from glowplug.core.config.schema import canonical
@@ -66,4 +67,9 @@ def _refusal(path: str, given: str, name: str, plugins: PluginSet) -> Refusal | 
         if meant in kinds
         else f"no tool-call parser named {name!r} is registered"
     )
-    return Refusal("config", path, reason, f"remove {FLAG}: requests with tools are refused")
+    return Refusal("config", path, reason, f"{FLAG} {' or '.join(_names(kinds))}")
+
+
+def _names(kinds: Mapping[str, frozenset[str]]) -> list[str]:
+    """Return the names of the parsers of tool calls. ``kinds``: kinds of pieces by parser."""
+    return sorted(name for name, made in kinds.items() if "tool_call" in made)

@@ -28,7 +28,12 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         "outputs[*].use",
         "parser that separates the reasoning from the answer: deepseek-r1",
     ),
-    Flag(("--tool-call-parser",), "outputs[*].use", "refused: tool calls are not supported yet"),
+    Flag(
+        ("--tool-call-parser",),
+        "outputs[*].use",
+        "parser of tool calls, such as deepseek_v3, kimi_k2 or hermes; replaces the default of the "
+        "model, and so does --reasoning-parser",
+    ),
     Flag(("--log-level",), "log.level", "debug, info, warning, error"),
     Flag(("--log-format",), "log.format", "human or json"),
     switch("--disable-log-stats", "log.stats_interval", 0.0, "do not log statistics"),

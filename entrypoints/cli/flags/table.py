@@ -17,6 +17,8 @@ ALWAYS_ON: dict[str, str] = {
     "--enable-cache-report": "usage always counts cached tokens",
     "--enable-prompt-tokens-details": "usage always counts cached tokens",
     "--enable-request-id-headers": "answers always have the header X-Request-Id",
+    "--enable-auto-tool-choice": "models with a parser of tool calls always take tools",
+    "--exclude-tools-when-tool-choice-none": 'tool_choice "none" always leaves tools out',
 }
 
 #: switches of other engines -> the built-in plugin that they block, and the effect

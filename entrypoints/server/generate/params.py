@@ -28,8 +28,6 @@ IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
-        "tool_choice",
         "spaces_between_special_tokens",
         "detokenize",
         "stream_interval",
@@ -94,17 +92,8 @@ def unknown_fields(extras: Mapping[str, Any]) -> list[str]:
     for name, value in extras.items():
         if name in REFUSED and value:
             raise RequestError(f"{name} {REFUSED[name]}", param=name, code="unsupported_parameter")
-    _check_tool_choice(extras.get("tool_choice"))
     known = IGNORED | REFUSED.keys()
     return [name for name in extras if name not in known]
-
-
-def _check_tool_choice(value: Any) -> None:
-    """Raise RequestError if ``tool_choice`` needs tool calls."""
-    if value not in (None, "none", "auto"):
-        raise RequestError(
-            f"tool_choice {_UNSUPPORTED}", param="tool_choice", code="unsupported_parameter"
-        )
 
 
 def openai_params(
@@ -224,3 +213,42 @@ def choices(params: SamplingParams, n: int) -> list[SamplingParams]:
     return [
         params.replace(seed=(params.seed + i + (1 << 63)) % (1 << 64) - (1 << 63)) for i in range(n)
     ]
+
+
+def refuse(values: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise RequestError for the first field that is given and refused.
+
+    Args:
+        values: fields of a body with their values.
+        reasons: refused field -> reason.
+    """
+    for name, reason in reasons.items():
+        if values.get(name):
+            raise unsupported(name, reason)
+
+
+def unsupported(param: str, reason: str) -> RequestError:
+    """Return the error for a field, or for a value of a field, without support."""
+    return RequestError(f"{param} {reason}", param=param, code="unsupported_parameter")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Make a RequestError in this context name its field as this route does.
+
+    ``names``: the field of chat completions -> the field of this route.
+    """
+    try:
+        yield
+    except RequestError as error:
+        name = names.get(error.param or "")
+        if name is None or error.param is None:
+            raise
+        message = str(error).replace(error.param, name) if "_" in error.param else str(error)
+        raise RequestError(
+            message,
+            code=error.code,
+            param=name,
+            status=error.status,
+            confidential=error.confidential,
+        ) from None

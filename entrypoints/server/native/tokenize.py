@@ -8,8 +8,11 @@ from fastapi import Depends
 from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
+from glowplug.entrypoints.front.chat.turn import Turn
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.generate import prompts
+from glowplug.entrypoints.server.generate.conversation import plain_messages
+from glowplug.entrypoints.server.generate.tools import tools_of
 from glowplug.entrypoints.server.protocol.native import DetokenizeRequest, TokenizeRequest
 from glowplug.entrypoints.server.transport.body import body_of
 from glowplug.entrypoints.server.transport.streaming import json_response
@@ -38,12 +41,13 @@ async def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        rendered = await prompts.render(
-            context,
-            body.messages,
-            {},
+        turn = Turn(
+            plain_messages(body.messages),
+            tools_of(body.tools),
             add_generation_prompt=body.add_generation_prompt,
-            add_special_tokens=bool(body.add_special_tokens),
+        )
+        rendered = await prompts.of_turn(
+            context, turn, add_special_tokens=bool(body.add_special_tokens)
         )
         return rendered.ids
     special = body.add_special_tokens is not False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -9,11 +10,12 @@ from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
 from glowplug.core.step.request import SamplingParams
-from glowplug.entrypoints.front.reasoning_tags import after_reasoning
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.generate import prompts
+from glowplug.entrypoints.server.generate.conversation import turn_of
 from glowplug.entrypoints.server.generate.params import openai_params
 from glowplug.entrypoints.server.generate.requests import openai_job, warning_headers
+from glowplug.entrypoints.server.generate.turns import prepare
 from glowplug.entrypoints.server.openai.chat_answer import ChatChunks, WholeChat
 from glowplug.entrypoints.server.openai.respond import stream_response, whole_response
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
@@ -29,15 +31,13 @@ async def chat(
     headers = warning_headers(body.extras())
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    prompt = await prompts.of_chat(context, body)
-    params = _params(context, body, prompt)
-    tail = await _prompt_tail(context, prompt)
-    params = after_reasoning(params, context.parsers, tail, prompts.wanted_thinking(body))
-    job = await openai_job(request, context, body, [prompt], [params])
+    turn = turn_of(body)
+    prepared = await prepare(context, turn, partial(_params, context, body), body.input_ids)
+    job = await openai_job(request, context, body, [prepared.prompt], [prepared.form.params])
     if body.stream:
-        chunks = ChatChunks(context, body, prompt, job.rid, tail)
+        chunks = ChatChunks(context, body, prepared, job.rid)
         return stream_response(context, job, chunks, headers)
-    whole = WholeChat(context, body, prompt, job.rid, tail)
+    whole = WholeChat(context, body, prepared, job.rid)
     return await whole_response(request, context, job, whole, headers)
 
 
@@ -46,31 +46,8 @@ def _params(context: Context, body: ChatRequest, prompt: prompts.TokenizedPrompt
     wanted = (
         body.wanted_tokens
         if body.wanted_tokens is not None
-        else _default_max_tokens(context, prompt)
+        else prompts.default_max_tokens(context, prompt)
     )
     return openai_params(
         body, max_tokens=wanted, logprobs=(body.top_logprobs or 0) if body.logprobs else None
-    )
-
-
-def _default_max_tokens(context: Context, prompt: prompts.TokenizedPrompt) -> int | None:
-    """Return the configured output limit in tokens, reduced to the room that the prompt leaves.
-
-    The result is None if no limit is configured: the engine generates up to the context length.
-    """
-    default = context.options.default_max_tokens
-    return None if default is None else min(default, prompts.remaining_context(context, prompt))
-
-
-async def _prompt_tail(context: Context, prompt: prompts.TokenizedPrompt) -> str:
-    """Return the prompt's last characters for the output parsers.
-
-    A template may end with an opening tag.
-    """
-    if prompt.text is not None:
-        return prompt.text[-prompts.PROMPT_TAIL_CHARS :]
-    if context.tokenizer is None or not context.parsers:
-        return ""
-    return await context.texts.decode(
-        prompt.ids[-prompts.PROMPT_TAIL_CHARS :], skip_special_tokens=False
     )

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
-from glowplug.core.protocols import OutputParserFactory
+from glowplug.core.protocols import Piece
+from glowplug.entrypoints.front.chat.answers import AnswerParser, AnswerParts
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, SplitEvent
 from glowplug.entrypoints.server.generate.logprobs import chat_logprobs
-from glowplug.entrypoints.server.generate.prompts import (
-    PROMPT_TAIL_CHARS,
-    TokenizedPrompt,
-    wanted_thinking,
-)
-from glowplug.entrypoints.server.generate.reasoning import ReasoningSplitter
+from glowplug.entrypoints.server.generate.turns import PreparedTurn
 from glowplug.entrypoints.server.generate.usage import UsageCount
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 
 
-def ending_fields(context: Context, delta: Delta) -> dict[str, Any]:
-    """Return the fields that state how a choice ended.
+def ending_fields(context: Context, delta: Delta, reason: str | None) -> dict[str, Any]:
+    """Return the fields that state how a choice ended. ``reason``: its finish reason.
 
     The fields are OpenAI's ``finish_reason``, vLLM's ``stop_reason`` (None for eos) and SGLang's
     ``matched_stop``.
     """
     matched = delta.stop_reason
     return {
-        "finish_reason": delta.finish_reason,
+        "finish_reason": reason,
         "stop_reason": None if matched in context.eos_ids else matched,
         "matched_stop": matched,
     }
@@ -42,17 +39,16 @@ class ChatChoiceState:
     """The output so far of one sequence, a choice of the response.
 
     Attributes:
-        split: splits text into reasoning and content.
-        reasoning, content, logprobs, token_ids: output so far, for a whole response.
+        parser: parser of the choice's text.
+        parts, logprobs, token_ids: output so far, for a whole response.
         held: reasoning held back until it is complete (``stream_reasoning: false``).
         end: the last delta.
         started: the first chunk was sent.
         plain: the event of a chunk with only content: the bytes before and after the content.
     """
 
-    split: ReasoningSplitter
-    reasoning: list[str] = field(default_factory=list)
-    content: list[str] = field(default_factory=list)
+    parser: AnswerParser
+    parts: AnswerParts = field(default_factory=AnswerParts)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
@@ -71,27 +67,13 @@ class ChatAnswer:
     counts_always = False
 
     def __init__(
-        self,
-        context: Context,
-        request: ChatRequest,
-        prompt: TokenizedPrompt,
-        rid: str,
-        prompt_text: str,
+        self, context: Context, request: ChatRequest, prepared: PreparedTurn, rid: str
     ) -> None:
         n = request.n or 1
-        factories: list[OutputParserFactory] = (
-            list(context.parsers) if request.separate_reasoning else []
-        )
-        thinking = wanted_thinking(request)
         self.request = request
-        self.prompt = prompt
+        self.prompt = prepared.prompt
         self._context = context
-        self.choices = [
-            ChatChoiceState(
-                ReasoningSplitter(factories, prompt_text[-PROMPT_TAIL_CHARS:], thinking)
-            )
-            for _ in range(n)
-        ]
+        self.choices = [ChatChoiceState(prepared.form.start()) for _ in range(n)]
         self.usage = UsageCount(n)
         self._top = (request.top_logprobs or 0) if request.logprobs else 0
         self._head = {
@@ -114,18 +96,18 @@ class ChatAnswer:
             else "".join(part.text or "" for part in content or [])
         )
 
-    def take(self, index: int, delta: Delta) -> tuple[str, str, list[dict[str, Any]] | None]:
+    def take(self, index: int, delta: Delta) -> tuple[list[Piece], list[dict[str, Any]] | None]:
         """Add a delta of choice ``index`` to the token counts and return the delta's output.
 
         Returns:
-            New reasoning, new content and log-probabilities (None if not requested).
+            New pieces, and log-probabilities (None if not requested).
         """
         choice = self.choices[index]
-        reasoning, content = choice.split.feed(delta)
+        pieces = choice.parser.feed(delta)
         if self.counts_always or delta.finish_reason is not None:
-            self.usage.count(index, delta, choice.split.reasoning_tokens)
+            self.usage.count(index, delta, choice.parser.reasoning_tokens)
         if not self.request.include_reasoning:
-            reasoning = ""
+            pieces = [piece for piece in pieces if piece.kind != "reasoning"]
         logprobs = None
         if self.request.logprobs and delta.logprobs is not None:
             logprobs = chat_logprobs(
@@ -137,7 +119,7 @@ class ChatAnswer:
             )
         if delta.finish_reason is not None:
             choice.end = delta
-        return reasoning, content, logprobs
+        return pieces, logprobs
 
     def _with_reasoning(self, fields: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
         """Add a message's reasoning to its fields, and return the fields.
@@ -155,10 +137,9 @@ class WholeChat(ChatAnswer):
 
     def add(self, index: int, delta: Delta) -> None:
         """Add a delta of choice ``index`` to the response."""
-        reasoning, content, logprobs = self.take(index, delta)
+        pieces, logprobs = self.take(index, delta)
         choice = self.choices[index]
-        choice.reasoning.append(reasoning)
-        choice.content.append(content)
+        choice.parts.add(pieces)
         choice.logprobs += logprobs or []
         choice.token_ids += delta.token_ids
 
@@ -177,33 +158,48 @@ class WholeChat(ChatAnswer):
     def _choice(self, index: int, choice: ChatChoiceState) -> dict[str, Any]:
         """Return the object of one choice in the ``chat.completion`` object."""
         assert choice.end is not None
-        content = self.echoed + "".join(choice.content)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        self._with_reasoning(message, "".join(choice.reasoning) or None)
+        parts = choice.parts
+        content = self.echoed + "".join(parts.content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or (None if parts.calls else ""),
+            "refusal": None,
+        }
+        self._with_reasoning(message, "".join(parts.reasoning) or None)
+        if parts.calls:
+            message["tool_calls"] = [call.described() for call in parts.calls]
         logprobs = {"content": choice.logprobs, "refusal": None} if self.request.logprobs else None
         out = {
             "index": index,
             "message": message,
             "logprobs": logprobs,
-            **ending_fields(self._context, choice.end),
+            **ending_fields(self._context, choice.end, choice.parser.finish_reason(choice.end)),
         }
         if self.request.return_token_ids:
             out["token_ids"] = choice.token_ids
         return out
 
 
+def _call_delta(piece: Piece) -> dict[str, Any]:
+    """Return the object of a piece of a tool call in a chunk.
+
+    Only the first piece of a call has its id, its type and the name of the function.
+    """
+    data = piece.data or {}
+    function = {"arguments": piece.text}
+    if "name" not in data:
+        return {"index": data["index"], "function": function}
+    head = {"index": data["index"], "id": data["id"], "type": "function"}
+    return {**head, "function": {"name": data["name"], **function}}
+
+
 class ChatChunks(ChatAnswer):
     """A streamed chat response. ``end`` returns the usage and ``[DONE]``."""
 
     def __init__(
-        self,
-        context: Context,
-        request: ChatRequest,
-        prompt: TokenizedPrompt,
-        rid: str,
-        prompt_text: str,
+        self, context: Context, request: ChatRequest, prepared: PreparedTurn, rid: str
     ) -> None:
-        super().__init__(context, request, prompt, rid, prompt_text)
+        super().__init__(context, request, prepared, rid)
         self._events = ChoiceEvents(
             {**self._head, "object": "chat.completion.chunk"}, self.usage, request.stream_options
         )
@@ -213,24 +209,35 @@ class ChatChunks(ChatAnswer):
     def add(self, index: int, delta: Delta) -> bytes:
         """Return the events for a delta of choice ``index``; b"" if there is nothing to send."""
         choice = self.choices[index]
-        reasoning, content, logprobs = self.take(index, delta)
+        pieces, logprobs = self.take(index, delta)
         parts: list[bytes] = [] if choice.started else [self._first(index)]
         choice.started = True
         if not self.request.stream_reasoning:
-            complete = bool(content) or delta.finish_reason is not None
-            reasoning = self._hold(choice, reasoning, complete)
+            pieces = _hold(choice, pieces, delta.finish_reason is not None)
         ids = delta.token_ids if self.request.return_token_ids else None
-        if reasoning:
-            parts.append(self._event(index, self._with_reasoning({}, reasoning), logprobs, ids))
+        for message in self._messages(pieces):
+            plain = len(message) == 1 and "content" in message and not self.counts_always
+            if plain and not logprobs and not ids:
+                parts.append(self._plain(index, choice, message["content"]))
+            else:
+                parts.append(self._event(index, message, logprobs, ids))
             logprobs = None
             ids = None
-        if logprobs or ids or (content and self.counts_always):
-            parts.append(self._event(index, {"content": content}, logprobs, ids))
-        elif content:
-            parts.append(self._plain(index, choice, content))
+        if logprobs or ids:
+            parts.append(self._event(index, {"content": ""}, logprobs, ids))
         if delta.finish_reason is not None:
             parts.append(self._last(index, delta))
         return b"".join(parts)
+
+    def _messages(self, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+        """Yield the ``delta`` of a chunk for each piece."""
+        for piece in pieces:
+            if piece.kind == "reasoning":
+                yield self._with_reasoning({}, piece.text)
+            elif piece.kind == "content":
+                yield {"content": piece.text}
+            else:
+                yield {"tool_calls": [_call_delta(piece)]}
 
     def _event(
         self,
@@ -244,7 +251,9 @@ class ChatChunks(ChatAnswer):
 
     def _last(self, index: int, delta: Delta) -> bytes:
         """Return the event of the last chunk, with the finish reason."""
-        return self._events.of({**self._fields(index, {}), **ending_fields(self._context, delta)})
+        reason = self.choices[index].parser.finish_reason(delta)
+        ending = ending_fields(self._context, delta, reason)
+        return self._events.of({**self._fields(index, {}), **ending})
 
     def _plain(self, index: int, choice: ChatChoiceState, content: str) -> bytes:
         """Return the event of a chunk with only content.
@@ -262,19 +271,6 @@ class ChatChunks(ChatAnswer):
         return self._events.of(self._fields(index, fields), extra)
 
     @staticmethod
-    def _hold(choice: ChatChoiceState, reasoning: str, complete: bool) -> str:
-        """Hold back a choice's reasoning until it is complete, and then return all of it.
-
-        Until then the result is "".
-        """
-        choice.held.append(reasoning)
-        if not complete:
-            return ""
-        whole = "".join(choice.held)
-        choice.held = []
-        return whole
-
-    @staticmethod
     def _fields(
         index: int,
         message: dict[str, Any],
@@ -289,3 +285,14 @@ class ChatChunks(ChatAnswer):
             "finish_reason": None,
         }
         return {**choice, "token_ids": ids} if ids else choice
+
+
+def _hold(choice: ChatChoiceState, pieces: list[Piece], ended: bool) -> list[Piece]:
+    """Hold back a choice's reasoning until another kind of piece follows, or the choice ended."""
+    rest = [piece for piece in pieces if piece.kind != "reasoning"]
+    choice.held += [piece.text for piece in pieces if piece.kind == "reasoning"]
+    if not choice.held or not (rest or ended):
+        return rest
+    whole = Piece("reasoning", "".join(choice.held))
+    choice.held = []
+    return [whole, *rest]

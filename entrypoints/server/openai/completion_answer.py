@@ -121,7 +121,7 @@ class CompletionAnswer:
         """
         if self._only_prompt:
             return {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
-        return ending_fields(self._context, delta)
+        return ending_fields(self._context, delta, delta.finish_reason)
 
 
 class WholeCompletion(CompletionAnswer):

@@ -14,6 +14,7 @@ from glowplug.entrypoints.server.protocol.fields import (
     SamplingFields,
     TokenIds,
 )
+from glowplug.entrypoints.server.protocol.tools import MAX_CALLS, MessageCall, ToolFields
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
@@ -33,11 +34,11 @@ class Message(Body):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
+    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, ToolFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=16384)] | None = Field(
         None, description="the conversation; required unless input_ids is given"
     )

@@ -22,6 +22,7 @@ from glowplug.entrypoints.server.protocol.fields import (
     TokenIds,
 )
 from glowplug.entrypoints.server.protocol.structured import GrammarFields
+from glowplug.entrypoints.server.protocol.tools import MAX_TOOLS, ToolSpec
 
 
 class NativeSampling(GrammarFields):
@@ -70,6 +71,7 @@ class GenerateRequest(Body):
 class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=16384)] | None = None
+    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
     model: Annotated[str, Field(max_length=512)] | None = None
     add_special_tokens: Bool | None = Field(
         None, description="default: true for a prompt, false for messages"

@@ -54,12 +54,24 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class Called(BaseModel):
+    name: str
+    arguments: str
+
+
+class CalledTool(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: Called
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: None = None
+    tool_calls: list[CalledTool] | None = None
 
 
 class ChatChoice(BaseModel):

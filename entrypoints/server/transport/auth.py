@@ -49,8 +49,14 @@ class Authoriser:
             return "open"
         return "admin" if path in self._admin_paths else "client"
 
-    def check(self, level: str, header: str | None) -> None:
-        """Check that the ``Authorization`` header has a key that is valid for a level.
+    def check(self, level: str, header: str | None, api_key: str | None = None) -> None:
+        """Check that a request has a key that is valid for a level.
+
+        Args:
+            level: "open", "client" or "admin".
+            header: the header ``Authorization``.
+            api_key: the header ``X-Api-Key``, which Anthropic's clients send; used if the other one
+                has no token.
 
         Raises:
             RequestError: the key is missing or wrong (401), or not the admin key (403).
@@ -58,7 +64,7 @@ class Authoriser:
         required = self._key if level == "client" else self._admin or self._key
         if level == "open" or required is None:
             return
-        given = _digest(_token(header))
+        given = _digest(_token(header) or api_key or "")
         is_admin = self._admin is not None and compare_digest(given, self._admin)
         if is_admin or compare_digest(given, required):
             return
@@ -67,7 +73,7 @@ class Authoriser:
                 "this route needs the admin key", code="admin_key_required", status=403
             )
         raise RequestError(
-            "missing or wrong API key: send Authorization: Bearer KEY",
+            "missing or wrong API key: send Authorization: Bearer KEY or X-Api-Key: KEY",
             code="invalid_api_key",
             status=401,
         )
@@ -76,7 +82,9 @@ class Authoriser:
         """Return the FastAPI dependency that checks the key of each request."""
 
         async def authorise(request: Request) -> None:
-            self.check(self.level(request.scope["path"]), request.headers.get("authorization"))
+            headers = request.headers
+            level = self.level(request.scope["path"])
+            self.check(level, headers.get("authorization"), headers.get("x-api-key"))
 
         return authorise
 

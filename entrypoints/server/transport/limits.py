@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from glowplug.core.errors import RequestError
-from glowplug.entrypoints.server.errors import error_response
+from glowplug.entrypoints.server.errors import error_response, in_form_of
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.request_log import RECORD, RequestLog, RequestRecord, peer
 
@@ -67,7 +67,7 @@ class RequestGate:
             if refusal is not None:
                 record.fail(refusal)
                 answer = error_response(str(refusal), refusal.status, code=refusal.code)
-                await answer(scope, receive, tagged)
+                await in_form_of(scope["path"], answer, request_id)(scope, receive, tagged)
             else:
                 await self._app(scope, _limited(receive, self._max_body), tagged)
         except Exception as error:

@@ -38,6 +38,16 @@ def event(value: object) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
+def named_event(name: str, value: object) -> bytes:
+    """Return the bytes of one server-sent event with a name, and ``value`` as JSON."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
+def error_event(error: Exception) -> bytes:
+    """Return the event that ends a failed stream: the error's body without a name."""
+    return b"data: " + bytes(from_exception(error).body) + b"\n\n"
+
+
 def json_response(value: object, headers: dict[str, str] | None = None) -> Response:
     """Return a response with ``value`` as JSON."""
     return Response(orjson.dumps(value), headers=headers, media_type="application/json")
@@ -125,7 +135,7 @@ class EventStream(Response):
     """A response of server-sent events.
 
     If ``source`` fails before its first event, the response is a regular error. A later failure is
-    sent as a last event ``{"error": ...}``.
+    sent as a last event, by default ``{"error": ...}``.
 
     Args:
         source: yields the bytes of whole events.
@@ -133,6 +143,7 @@ class EventStream(Response):
         stall: seconds after which a blocked write (the client does not read) ends the stream and
             the connection.
         headers: further headers.
+        failure: returns the event for an error after the first event.
     """
 
     def __init__(
@@ -141,8 +152,10 @@ class EventStream(Response):
         metrics: Metrics,
         stall: float,
         headers: dict[str, str] | None = None,
+        failure: Callable[[Exception], bytes] = error_event,
     ) -> None:
         super().__init__(headers=headers)
+        self._failure = failure
         self._source = source
         self._metrics = metrics
         self._stall = stall
@@ -185,7 +198,7 @@ class EventStream(Response):
                 # a dead engine is logged once, by the server
                 if not isinstance(error, RequestError | EngineDead):
                     logger.exception("a stream failed")
-                await guard.send(send, b"data: " + bytes(from_exception(error).body) + b"\n\n")
+                await guard.send(send, self._failure(error))
             finally:
                 guard.stop()
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,1 @@
+"""Turns of a conversation: the prompt with its tools, and the pieces of the answer."""

@@ -1,0 +1,268 @@
+"""The parsers of tool calls pass the conformance suite: each format's dialogues cut everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from glowplug.core.plugin.options import OutputOptions
+from glowplug.core.protocols import OutputRequest, Worker
+from glowplug.core.step.tools import ToolChoice
+from glowplug.core.testing.suites.parser import Case, ParserSuite, run
+from glowplug.plugins.outputs.calls import factories
+from glowplug.plugins.outputs.calls.base import CallParser
+from tests.support import tool_dialogues
+from tests.support.tool_dialogues import TOOLS, cases, dsml
+
+NO_PLAN: Any = None
+FORMATS: dict[str, type[factories.CallsFactory]] = {
+    "deepseek_v3": factories.DeepseekV3Calls,
+    "deepseek_v31": factories.DeepseekV31Calls,
+    "deepseek_v32": factories.DeepseekV32Calls,
+    "deepseek_v4": factories.DeepseekV4Calls,
+    "deepseek_v41": factories.DeepseekV41Calls,
+    "kimi_k2": factories.KimiK2Calls,
+    "hermes": factories.HermesCalls,
+    "llama3_json": factories.Llama3Calls,
+}
+WRITERS = {
+    "deepseek_v3": tool_dialogues.deepseek_v3,
+    "deepseek_v31": tool_dialogues.deepseek_v31,
+    "deepseek_v32": dsml("function_calls"),
+    "deepseek_v4": dsml("tool_calls"),
+    "deepseek_v41": dsml("calls", " "),
+    "kimi_k2": tool_dialogues.kimi_k2,
+    "hermes": tool_dialogues.hermes,
+    "llama3_json": tool_dialogues.llama3_json,
+}
+FORCED = ToolChoice("required")
+
+
+def make(name: str) -> factories.CallsFactory:
+    return FORMATS[name](OutputOptions(use=name), NO_PLAN, Worker())
+
+
+def parsed(name: str, text: str, **fields: Any) -> list[tuple[str, str]]:
+    """Return the joined pieces of a text, fed a character at a time."""
+    return run(make(name).start(OutputRequest(tools=TOOLS, **fields)), list(text))
+
+
+class FormatSuite(ParserSuite):
+    """The suite for one format, ``name``."""
+
+    __test__ = False
+    plain_request = OutputRequest(tools=TOOLS)
+    name = ""
+    #: patterns whose megabyte is parsed in bounded time, beside a plain one
+    patterns: Sequence[str] = ()
+
+    def make(self) -> factories.CallsFactory:
+        return make(self.name)
+
+    def cases(self) -> Sequence[Case]:
+        return [
+            *cases(
+                WRITERS[self.name],
+                2 if self.name == "kimi_k2" else None,
+                after=self.name != "llama3_json",
+            ),
+            Case("plain { text <", [("content", "plain { text <")], tools=TOOLS),
+            Case("  [1, 2]\n", [("content", "  [1, 2]\n")], tools=TOOLS),
+            Case(" \n ", [("content", " \n ")], tools=TOOLS),
+            Case(
+                WRITERS[self.name]([tool_dialogues.PARIS]),
+                [("content", WRITERS[self.name]([tool_dialogues.PARIS]))],
+            ),
+            Case(
+                '[{"name": "get_weather", "parameters": {"city": "P"}}]',
+                [("tool_call", 'get_weather {"city": "P"}')],
+                tools=TOOLS,
+                tool_choice=FORCED,
+            ),
+        ]
+
+    def adversarial(self) -> Sequence[str]:
+        return ["a <", *self.patterns]
+
+
+class TestDeepseekV3(FormatSuite):
+    __test__ = True
+    name = "deepseek_v3"
+    patterns = ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>g\n", "<｜tool▁calls▁begin｜")
+
+
+class TestDeepseekV31(FormatSuite):
+    __test__ = True
+    name = "deepseek_v31"
+    patterns = ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",)
+
+
+class TestDeepseekV32(FormatSuite):
+    __test__ = True
+    name = "deepseek_v32"
+    patterns = ('<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">[',)
+
+
+class TestDeepseekV4(FormatSuite):
+    __test__ = True
+    name = "deepseek_v4"
+
+    def cases(self) -> Sequence[Case]:
+        body = (
+            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{"a": {"b": "</｜DSML｜invoke>"}}\n'
+        )
+        return [
+            *super().cases(),
+            Case(
+                body + "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+                [("tool_call", 'f {"a": {"b": "</｜DSML｜invoke>"}}')],
+                tools=TOOLS,
+            ),
+        ]
+
+
+class TestDeepseekV41(FormatSuite):
+    __test__ = True
+    name = "deepseek_v41"
+
+
+class TestKimiK2(FormatSuite):
+    __test__ = True
+    name = "kimi_k2"
+
+
+class TestHermes(FormatSuite):
+    __test__ = True
+    name = "hermes"
+    patterns = ("<tool_call>", '<tool_call>{"name": "f", "arguments": "\\\\')
+
+    def cases(self) -> Sequence[Case]:
+        return [
+            *super().cases(),
+            Case("write <tool_call> tags", [("content", "write <tool_call> tags")], tools=TOOLS),
+            Case(
+                '<tool_call>{"arguments": {"a": "</tool_call>"}, "id": 1, "name": "f"}</tool_call>',
+                [("tool_call", 'f {"a": "</tool_call>"}')],
+                tools=TOOLS,
+            ),
+            Case(
+                '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+                [("tool_call", 'f {"a": 1}')],
+                tools=TOOLS,
+            ),
+            Case(
+                '<tool_call>{"name": "f"}<tool_call>{"name": "g", "arguments": null}',
+                [("tool_call", "f {}"), ("tool_call", "g {}")],
+                tools=TOOLS,
+            ),
+        ]
+
+
+class TestLlama3(FormatSuite):
+    __test__ = True
+    name = "llama3_json"
+
+    def cases(self) -> Sequence[Case]:
+        return [
+            *super().cases(),
+            Case(
+                ' {"name": "get_weather", "parameters": {"city": "P"}}',
+                [("tool_call", 'get_weather {"city": "P"}')],
+                tools=TOOLS,
+            ),
+            Case(
+                '{"type": "function", "name": "get_weather", "parameters": {}}',
+                [("tool_call", "get_weather {}")],
+                tools=TOOLS,
+            ),
+            Case('{"name": "Ada"}', [("content", '{"name": "Ada"}')], tools=TOOLS),
+        ]
+
+
+# ---- named faults of other engines ---------------------------------------------------------------
+
+
+def test_calls_without_the_tag_around_them_are_calls() -> None:
+    """DeepSeek V4 leaves the tag out in long contexts (vllm 48931)."""
+    inner = dsml("")([("f", {"a": "x 2>&1"})]).split("\n", 1)[1].partition("</｜DSML｜invoke>")[0]
+    assert parsed("deepseek_v4", f"ok\n\n{inner}</｜DSML｜invoke>") == [
+        ("content", "ok"),
+        ("tool_call", 'f {"a": "x 2>&1"}'),
+    ]
+    assert parsed(
+        "deepseek_v31", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+    ) == [("tool_call", 'f {"a": 1}')]
+
+
+@pytest.mark.parametrize("value", ["NaN", "[1, ", "hello", "{'a': 1}", "1" * 5000, "[" * 100_000])
+def test_a_parameter_that_is_no_json_becomes_a_text(value: str) -> None:
+    text = (
+        '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">'
+        f"{value}</｜DSML｜parameter></｜DSML｜invoke>"
+    )
+    whole = run(make("deepseek_v32").start(OutputRequest(tools=TOOLS)), [text])
+    assert whole == [("tool_call", f"f {tool_dialogues.dumped({'a': value})}")]
+
+
+def test_words_of_python_become_json() -> None:
+    text = WRITERS["deepseek_v32"]([("f", {"a": True})]).replace(">true", ">True")
+    assert parsed("deepseek_v32", text) == [("tool_call", 'f {"a": true}')]
+
+
+def test_a_parameter_without_its_kind_has_the_type_of_the_schema() -> None:
+    text = (
+        '<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city">12</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="days">12</｜DSML｜parameter></｜DSML｜invoke>'
+    )
+    assert parsed("deepseek_v32", text) == [("tool_call", 'get_weather {"city": "12", "days": 12}')]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_an_answer_cut_within_a_call_has_no_tag_in_its_parts(name: str) -> None:
+    """Its arguments are the beginning of the whole arguments, for every length of the answer."""
+    text = WRITERS[name]([tool_dialogues.QUOTES])
+    _, whole = parsed(name, text)[0]
+    for length in range(len(text)):
+        parts = parsed(name, text[:length])
+        calls = [part for kind, part in parts if kind == "tool_call"]
+        # a text that ends within the first tag may still be an ordinary text
+        if calls or length > len(text.partition(">")[0]):
+            assert all(kind == "tool_call" for kind, _ in parts) and len(calls) <= 1, parts
+        assert all(whole.startswith(call) for call in calls), (length, calls)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_work_is_linear_in_the_text(name: str) -> None:
+    """The characters that are looked at grow with the text, not with the number of its pieces."""
+    frame = WRITERS[name]([("write_file", {"text": "@"})])
+    opening, _, closing = frame.partition("@")
+    for filler in ('\\"', "{[", "<", "</", "x"):
+        text = opening + filler * 2000 + closing
+        for size in (1, 7, len(text)):
+            parser = make(name).start(OutputRequest(tools=TOOLS))
+            assert isinstance(parser, CallParser)
+            for at in range(0, len(text), size):
+                parser.feed(text[at : at + size])
+            parser.finish()
+            assert parser.source.work <= 40 * len(text), (filler, size)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_unbalanced_arguments_are_passed_on_and_nothing_is_kept(name: str) -> None:
+    opening = WRITERS[name]([("write_file", {"text": "@"})]).partition("@")[0]
+    parser = make(name).start(OutputRequest(tools=TOOLS))
+    given = sum(len(piece.text) for piece in parser.feed(opening))
+    for _ in range(1000):
+        given += sum(len(piece.text) for piece in parser.feed("[{" * 100))
+    assert given >= 200_000
+    assert parser.finish() == []
+
+
+def test_calls_of_kimi_are_numbered_over_the_conversation() -> None:
+    text = WRITERS["kimi_k2"]([tool_dialogues.PARIS, tool_dialogues.EMPTY])
+    assert [part.split(" ")[0] for _, part in parsed("kimi_k2", text, earlier_calls=3)] == [
+        "functions.get_weather:3",
+        "functions.time-now.utc:4",
+    ]
