@@ -7,7 +7,7 @@ Torch is imported with the first mask.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from glowplug.core.protocols import Masks, Matcher, Worker
 from glowplug.core.step.structured import GrammarSpec
 from glowplug.plugins.grammar.apply_masks import forbid_on
 from glowplug.plugins.grammar.llguidance import LlguidanceOptions
+from glowplug.plugins.grammar.structural_lark import structural_lark
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,13 +86,20 @@ class Llguidance:
         self._tokens = llguidance.LLTokenizer(
             tokenizer.backend.to_str(), n_vocab=vocab, eos_token=list(tokenizer.eos_ids)
         )
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self._special = {
+            entry.content: token
+            for token, entry in added.items()
+            if token < vocab and self._tokens.is_special_token(token)
+        }
+        self._ends = tokenizer.eos_ids
         self._executor = llguidance.LLExecutor()
         self._limits = llguidance.LLParserLimits(
             max_lexer_states=LEXER_STATES, verbose_errors=False
         )
 
     def compile(self, spec: GrammarSpec) -> LlguidanceGrammar:
-        text = _grammar_of(spec)
+        text = _grammar_of(spec, self._special, self._ends)
         matcher = self._new_matcher(self._tokens, text, log_level=SILENT, limits=self._limits)
         if matcher.is_error():
             raise RequestError(f"the grammar is not supported: {_first_line(matcher.get_error())}")
@@ -114,8 +122,10 @@ class Llguidance:
         self._forbid(logits, rows, masks)
 
 
-def _grammar_of(spec: GrammarSpec) -> str:
+def _grammar_of(spec: GrammarSpec, special: Mapping[str, int], ends: Iterable[int]) -> str:
     """Return the grammar in the library's own form.
+
+    ``special`` and ``ends``: see :func:`structural_lark`.
 
     Raises:
         RequestError: it cannot be converted.
@@ -132,7 +142,7 @@ def _grammar_of(spec: GrammarSpec) -> str:
             options = " | ".join(json.dumps(one) for one in json.loads(spec.text))
             return str(LLMatcher.grammar_from_lark(f"start: {options}"))
         if spec.kind == "structural_tag":
-            return _structural_tag(json.loads(spec.text))
+            return _structural_tag(json.loads(spec.text), special, ends)
         return str(LLMatcher.grammar_from_lark(any_to_lark(spec.text)))
     except RequestError:
         raise
@@ -151,31 +161,20 @@ def _schema(spec: GrammarSpec) -> str:
     return str(LLMatcher.grammar_from_json_schema(spec.text, overrides=settings))
 
 
-def _structural_tag(tag: dict[str, Any]) -> str:
+def _structural_tag(tag: dict[str, Any], special: Mapping[str, int], ends: Iterable[int]) -> str:
     """Return the grammar of a structural tag with ``structures`` and ``triggers``.
+
+    ``special`` and ``ends``: see :func:`structural_lark`.
 
     Raises:
         RequestError: the tag has another form.
     """
-    from llguidance import StructTag
-
-    structures = tag.get("structures")
-    triggers = tag.get("triggers")
-    if not structures or not triggers:
+    if not tag.get("structures") or not tag.get("triggers"):
         raise RequestError(
             "llguidance supports structural tags with structures and triggers only; other forms "
             'need grammar.use = "xgrammar"'
         )
-    found = []
-    for one in structures:
-        begin = one["begin"]
-        trigger = next((text for text in triggers if begin.startswith(text)), None)
-        if trigger is None:
-            raise RequestError(f"no trigger is a prefix of the tag {begin[:64]!r}")
-        found.append(
-            StructTag(trigger=trigger, begin=begin, grammar=one.get("schema", {}), end=one["end"])
-        )
-    return str(StructTag.to_grammar(found, assume_special=False))
+    return structural_lark(tag, special, ends)
 
 
 def _first_line(text: str) -> str:

@@ -49,9 +49,11 @@ class CallsFactory(ABC):
 
     Attributes:
         shows_special: the parser needs the text of special tokens.
+        numbered: the text around the arguments has the number of the call.
     """
 
     shows_special = False
+    numbered = False
 
     def __init__(self, options: OutputOptions, plan: EnginePlan, worker: Worker) -> None:
         self._options = options
@@ -61,9 +63,13 @@ class CallsFactory(ABC):
         """Return a parser of the format."""
         raise NotImplementedError
 
-    def frame(self, name: str) -> Frame | None:
-        """Return the text around the arguments of a call; None: the format has no such frame."""
-        return None
+    @abstractmethod
+    def frame(self, name: str, number: int) -> Frame:
+        """Return the text around the arguments of a call.
+
+        ``number``: number of the call in the conversation.
+        """
+        raise NotImplementedError
 
     def start(self, request: OutputRequest) -> OutputParser:
         if not request.tools:
@@ -73,7 +79,7 @@ class CallsFactory(ABC):
     def call_grammar(self, request: OutputRequest) -> GrammarSpec | None:
         if _required(request):
             return grammars.required(request)
-        return grammars.strict(request, self.frame)
+        return grammars.strict(request, self.frame, self.numbered)
 
 
 def _required(request: OutputRequest) -> bool:
@@ -84,7 +90,7 @@ class DeepseekV3Calls(CallsFactory):
     def parser(self, request: OutputRequest) -> OutputParser:
         return TaggedParser(V3_TAGS, request)
 
-    def frame(self, name: str) -> Frame:
+    def frame(self, name: str, number: int) -> Frame:
         return Frame(_CALL, f"{_CALL}function{_SEPARATOR}{name}\n```json\n", f"\n```{_CALL_END}")
 
 
@@ -92,22 +98,27 @@ class DeepseekV31Calls(CallsFactory):
     def parser(self, request: OutputRequest) -> OutputParser:
         return TaggedParser(V31_TAGS, request)
 
-    def frame(self, name: str) -> Frame:
+    def frame(self, name: str, number: int) -> Frame:
         return Frame(_CALL, f"{_CALL}{name}{_SEPARATOR}", _CALL_END)
 
 
 class KimiK2Calls(CallsFactory):
     shows_special = True
+    numbered = True
 
     def parser(self, request: OutputRequest) -> OutputParser:
         return TaggedParser(K2_TAGS, request)
+
+    def frame(self, name: str, number: int) -> Frame:
+        tags = K2_TAGS
+        return Frame(tags.call, f"{tags.call}functions.{name}:{number}{tags.separator}", tags.end)
 
 
 class HermesCalls(CallsFactory):
     def parser(self, request: OutputRequest) -> OutputParser:
         return HermesParser(request)
 
-    def frame(self, name: str) -> Frame:
+    def frame(self, name: str, number: int) -> Frame:
         return Frame(OPEN, f'{OPEN}\n{{"name": "{name}", "arguments": ', f"}}\n{CLOSE}")
 
 
@@ -116,6 +127,10 @@ class Llama3Calls(CallsFactory):
 
     def parser(self, request: OutputRequest) -> OutputParser:
         return LlamaParser(request)
+
+    def frame(self, name: str, number: int) -> Frame:
+        begin = '{"name": "'
+        return Frame(begin, f'{begin}{name}", "parameters": ', "}")
 
 
 class DsmlCalls(CallsFactory):
@@ -126,7 +141,7 @@ class DsmlCalls(CallsFactory):
     def parser(self, request: OutputRequest) -> OutputParser:
         return DsmlParser(self.elements, request)
 
-    def frame(self, name: str) -> Frame:
+    def frame(self, name: str, number: int) -> Frame:
         opening = self.elements.opening("invoke")
         return Frame(opening, f'{opening} name="{name}">\n', "\n" + self.elements.closing("invoke"))
 

@@ -11,6 +11,8 @@ from glowplug.core.protocols import OutputRequest
 from glowplug.core.step.structured import GrammarSpec
 from glowplug.core.step.tools import Tool
 
+NUMBERS = 4  #: numbers that a grammar allows calls, where the format numbers them
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -46,20 +48,28 @@ def required(request: OutputRequest) -> GrammarSpec:
     return GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
-def strict(request: OutputRequest, frame_of: Callable[[str], Frame | None]) -> GrammarSpec | None:
+def strict(
+    request: OutputRequest, frame_of: Callable[[str, int], Frame], numbered: bool
+) -> GrammarSpec:
     """Return the grammar of any text in which the calls of strict tools match their schemas.
 
-    The grammar begins with each call. The result is None if the format has no frames.
+    The grammar begins with each call.
+
+    Args:
+        request: the request.
+        frame_of: function from the name of a tool and the number of a call to its frame.
+        numbered: frames have the number of the call.
     """
+    several = numbered and request.tool_choice.parallel
+    first = request.earlier_calls
     structures = []
     triggers = set()
     for tool in request.tools:
-        frame = frame_of(tool.name)
-        if frame is None:
-            return None
-        triggers.add(frame.trigger)
         schema = tool.schema if tool.strict else {"type": "object"}
-        structures.append({"begin": frame.begin, "schema": schema, "end": frame.end})
+        for number in range(first, first + (NUMBERS if several else 1)):
+            frame = frame_of(tool.name, number)
+            triggers.add(frame.trigger)
+            structures.append({"begin": frame.begin, "schema": schema, "end": frame.end})
     tag = {"type": "structural_tag", "structures": structures, "triggers": sorted(triggers)}
     return GrammarSpec("structural_tag", json.dumps(tag, ensure_ascii=False))
 
