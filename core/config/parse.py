@@ -48,10 +48,13 @@ class Parsed:
     unknown: dict[str, str] = field(default_factory=dict)
 
 
+Contributor = str | list[str]  #: a plugin or the caller; of a list, that of each item
+
+
 def parse(
     raw: Mapping[str, Any],
     plugins: PluginSet,
-    contributed: Mapping[str, tuple[Any, str]],
+    contributed: Mapping[str, tuple[Any, Contributor]],
     origins: Mapping[str, str],
 ) -> Parsed:
     """Parse a configuration (pass one); mistakes are collected in ``refusals`` and never raised.
@@ -130,7 +133,9 @@ def _flatten(value: Any, prefix: str, found: dict[str, Any]) -> None:
 
 
 def contribute(
-    raw: Mapping[str, Any], contributed: Mapping[str, tuple[Any, str]], operator: Mapping[str, Any]
+    raw: Mapping[str, Any],
+    contributed: Mapping[str, tuple[Any, Contributor]],
+    operator: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge the operator's values with the defaults that plugins and the caller set.
 
@@ -140,7 +145,7 @@ def contribute(
     Returns:
         The merged configuration, and the plugin or caller that set each default, by dotted path.
     """
-    data: dict[str, Any] = {key: plain_copy(value) for key, value in raw.items()}
+    data: dict[str, Any] = plain_copy(raw)
     sources: dict[str, str] = {}
     for path, (value, by) in contributed.items():
         section, _, key = path.partition(".")
@@ -152,11 +157,19 @@ def contribute(
             data.setdefault(section, {})[key] = value
         else:
             data[section] = plain_copy(value)
-        sources[path] = by
+        sources |= _sources(path, by)
     return data, sources
 
 
-def _replaces(section: Any, contributed: tuple[Any, str] | None) -> bool:
+def _sources(path: str, by: Contributor) -> dict[str, str]:
+    """Return the contributor of a default, and those of its items, by dotted path."""
+    if isinstance(by, str):
+        return {path: by}
+    items = {f"{path}.{i}.use": name for i, name in enumerate(by)}
+    return {path: ", ".join(dict.fromkeys(by)), **items}
+
+
+def _replaces(section: Any, contributed: tuple[Any, Contributor] | None) -> bool:
     """Return whether the operator chose another component than the section's default.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from glowplug.core.config.parse import Parsed, parse
+from glowplug.core.config.parse import Contributor, Parsed, parse
 from glowplug.core.errors import FactsError, Refusal, WeightError
 from glowplug.core.facts.machine import this_machine
 from glowplug.core.facts.model_facts import Facts, HardwareFacts
@@ -172,13 +172,13 @@ def _read_draft(
 
 def _contributions(
     plugins: PluginSet, facts: Facts | None, own: Mapping[str, Any]
-) -> dict[str, tuple[Any, str]]:
+) -> dict[str, tuple[Any, Contributor]]:
     """Return the defaults that plugins and the caller set: dotted path -> (value, contributor).
 
     Later plugins take precedence over earlier ones, and the caller's own defaults over all. Lists
-    of components are joined.
+    of components are joined, and have a contributor for each item.
     """
-    found: dict[str, tuple[Any, str]] = {}
+    found: dict[str, tuple[Any, Contributor]] = {}
     if facts is not None:
         for name, values in plugins.call_each("contribute_defaults", facts=facts):
             for path, value in (values or {}).items():
@@ -186,15 +186,18 @@ def _contributions(
     return found | {path: (value, CALLER) for path, value in own.items()}
 
 
-def _joined(before: tuple[Any, str] | None, value: Any, name: str) -> tuple[Any, str]:
+def _joined(
+    before: tuple[Any, Contributor] | None, value: Any, name: str
+) -> tuple[Any, Contributor]:
     """Return a plugin's default with its contributor, joined with that of earlier plugins.
 
     Only lists are joined; an item that is already there is not repeated.
     """
-    if before is None or not isinstance(value, list) or not isinstance(before[0], list):
+    if not isinstance(value, list):
         return value, name
-    new = [one for one in value if one not in before[0]]
-    return [*before[0], *new], f"{before[1]}, {name}" if new else before[1]
+    items, names = before or ([], [])
+    new = [one for one in value if one not in items]
+    return [*items, *new], [*names, *[name] * len(new)]
 
 
 # ---- remarks -------------------------------------------------------------------------------------

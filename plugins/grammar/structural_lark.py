@@ -28,6 +28,21 @@ def structural_lark(tag: Mapping[str, Any], special: Mapping[str, int], ends: It
     Raises:
         RequestError: a tag begins with none of the triggers.
     """
+    made = _Grammar(_Tokens(special))
+    for trigger, structures in _by_trigger(tag).items():
+        made.add(trigger, structures)
+    made.add_texts_behind_tokens()
+    rest = sorted(set(special.values()) - made.taken.keys() - set(ends))
+    if rest:
+        made.items.append(f"<[{_ranges(rest)}]> TEXT?")
+    # each item ends with its text: two texts side by side would be one that can be cut anywhere
+    items = " | ".join(made.items)
+    lines = [HEAD, "start: TEXT? item*", f"item: {items}", *made.rules, f"TEXT: /{ANY}/"]
+    return "\n".join(lines) + "\n"
+
+
+def _by_trigger(tag: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the structures of a tag by the trigger with which each begins."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for one in tag["structures"]:
         begin = one["begin"]
@@ -35,50 +50,59 @@ def structural_lark(tag: Mapping[str, Any], special: Mapping[str, int], ends: It
         if trigger is None:
             raise RequestError(f"no trigger is a prefix of the tag {begin[:64]!r}")
         groups.setdefault(trigger, []).append(one)
-    tokens = _Tokens(special)
-    items: list[str] = []
-    rules: list[str] = []
-    taken: dict[int, list[str]] = {}  # the token of a trigger -> texts of triggers behind it
-    for number, (trigger, structures) in enumerate(groups.items()):
-        parts = tokens.split(trigger)
-        at = next((i for i, part in enumerate(parts) if isinstance(part, int)), None)
-        if at is None:
-            rules.append(f"trigger_{number}[lazy]: TEXT {json.dumps(trigger)}")
-            items.append(f"trigger_{number} tags_{number} TEXT?")
+    return groups
+
+
+class _Grammar:
+    """A grammar that grows by triggers.
+
+    Attributes:
+        items: expressions of a tag or a token, each with the text behind it.
+        rules: the rules to which the expressions refer.
+        taken: token with which a trigger begins -> texts of triggers behind the token.
+    """
+
+    def __init__(self, tokens: _Tokens) -> None:
+        self.items: list[str] = []
+        self.rules: list[str] = []
+        self.taken: dict[int, list[str]] = {}
+        self._tokens = tokens
+
+    def add(self, trigger: str, structures: Sequence[Mapping[str, Any]]) -> None:
+        """Add the tags of a trigger.
+
+        Text of the trigger before its first token is part of the text before the tag.
+        """
+        name = f"tags_{len(self.items)}"
+        token, behind = self._tokens.first(trigger)
+        if token is None:
+            self.rules.append(f"{name}_trigger[lazy]: TEXT {json.dumps(trigger)}")
+            self.items.append(f"{name}_trigger {name} TEXT?")
             done = len(trigger)
         else:
-            # the text before the token is part of the text before the tag
-            token = parts[at]
-            assert isinstance(token, int)
-            taken.setdefault(token, []).append("".join(map(tokens.text, parts[at + 1 :])))
-            items.append(f"<[{token}]> tags_{number} TEXT?")
-            done = sum(len(tokens.text(part)) for part in parts[: at + 1])
-        rules += _tags(number, structures, done, tokens)
-    for token, texts in taken.items():
-        if all(texts):
-            others = " | ".join(re.escape(text).replace("/", r"\/") + ANY for text in texts)
-            rules.append(f"BEHIND_{token}: /{ANY}/ & ~/({others.replace(' | ', '|')})/")
-            items.append(f"<[{token}]> BEHIND_{token}?")
-    rest = sorted(set(special.values()) - taken.keys() - set(ends))
-    if rest:
-        items.append(f"<[{_ranges(rest)}]> TEXT?")
-    # each item ends with its text: two texts side by side would be one that can be cut anywhere
-    lines = [HEAD, "start: TEXT? item*", f"item: {' | '.join(items)}", *rules, f"TEXT: /{ANY}/"]
-    return "\n".join(lines) + "\n"
+            self.taken.setdefault(token, []).append(behind)
+            self.items.append(f"<[{token}]> {name} TEXT?")
+            done = len(trigger) - len(behind)
+        each = [f"{name}_{i}" for i in range(len(structures))]
+        self.rules.append(f"{name}: {' | '.join(each)}")
+        self.rules += [
+            f"{rule}: {self._tag(one, done)}" for rule, one in zip(each, structures, strict=True)
+        ]
 
+    def _tag(self, structure: Mapping[str, Any], done: int) -> str:
+        """Return the expression of a tag whose first ``done`` characters are consumed."""
+        schema = structure.get("schema", {})
+        content = schema if isinstance(schema, str) else json.dumps(schema)
+        literal = self._tokens.literal
+        return f"{literal(structure['begin'][done:])} %json {content} {literal(structure['end'])}"
 
-def _tags(
-    number: int, structures: Sequence[Mapping[str, Any]], done: int, tokens: _Tokens
-) -> list[str]:
-    """Return the rules of the tags of one trigger, whose first ``done`` characters are consumed."""
-    names = [f"tag_{number}_{i}" for i in range(len(structures))]
-    rules = [f"tags_{number}: {' | '.join(names)}"]
-    for name, one in zip(names, structures, strict=True):
-        schema = one.get("schema", {})
-        content = f"%json {schema if isinstance(schema, str) else json.dumps(schema)}"
-        begin = tokens.literal(one["begin"][done:])
-        rules.append(f"{name}: {begin} {content} {tokens.literal(one['end'])}")
-    return rules
+    def add_texts_behind_tokens(self) -> None:
+        """Allow other texts behind the tokens with which triggers begin, unless they end there."""
+        for token, texts in self.taken.items():
+            if all(texts):
+                others = "|".join(re.escape(text).replace("/", r"\/") + ANY for text in texts)
+                self.rules.append(f"BEHIND_{token}: /{ANY}/ & ~/({others})/")
+                self.items.append(f"<[{token}]> BEHIND_{token}?")
 
 
 class _Tokens:
@@ -86,7 +110,6 @@ class _Tokens:
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._ids = special
-        self._texts = {token: text for text, token in special.items()}
         longest = sorted(filter(None, special), key=len, reverse=True)
         self._pattern = re.compile(
             "(" + "|".join(map(re.escape, longest)) + ")" if longest else "$^"
@@ -97,8 +120,12 @@ class _Tokens:
         parts = (part for part in self._pattern.split(text) if part)
         return [self._ids.get(part, part) for part in parts]
 
-    def text(self, part: str | int) -> str:
-        return part if isinstance(part, str) else self._texts[part]
+    def first(self, text: str) -> tuple[int | None, str]:
+        """Return the first token of a text and the text behind it; None and "" without one."""
+        found = self._pattern.search(text)
+        if found is None:
+            return None, ""
+        return self._ids[found.group()], text[found.end() :]
 
     def literal(self, text: str) -> str:
         """Return the Lark expression of a text."""

@@ -266,3 +266,28 @@ def test_calls_of_kimi_are_numbered_over_the_conversation() -> None:
         "functions.get_weather:3",
         "functions.time-now.utc:4",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [("deepseek_v4", "DeepseekV4Encoding"), ("deepseek_v41", "DeepseekV41Encoding")],
+)
+def test_calls_that_deepseeks_own_package_writes_are_parsed(name: str, encoding: str) -> None:
+    recipe = pytest.importorskip("deepseek_recipe", reason="needs DeepSeek's own package")
+    for before, calls, _ in tool_dialogues.DIALOGUES:
+        written = [
+            recipe.ToolCall(str(i), function, tool_dialogues.dumped(given))
+            for i, (function, given) in enumerate(calls)
+        ]
+        messages = [
+            recipe.UserMessage("x"),
+            recipe.AssistantMessage(before.rstrip(), "thought", written),
+            recipe.UserMessage("y"),
+        ]
+        prompt = getattr(recipe, encoding)().render_conversation(recipe.Conversation(messages))
+        answer = prompt.prompt.rpartition("</think>")[2].partition("<｜end▁of▁sentence｜>")[0]
+        expected = [("content", before.rstrip())] if before else []
+        expected += [
+            ("tool_call", f"{function} {tool_dialogues.dumped(given)}") for function, given in calls
+        ]
+        assert parsed(name, answer) == expected, answer

@@ -50,7 +50,7 @@ def test_more_choices_than_the_queue_holds_are_refused_for_good(
     server.wait_idle()
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "//v1/models", "/a/b/c"])
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "//v1/models", "/a/b/c"])
 def test_a_missing_route_is_named(server: Served, path: str) -> None:
     answer = HTTP.post(server.url + path, json={})
     assert answer.status_code == 404

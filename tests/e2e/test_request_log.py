@@ -176,7 +176,7 @@ def test_requests_that_generate_nothing_have_no_counts(server: Served, lines: Li
         ),
         ("POST", CHAT, {"json": chat(SECRET * 100)}, 400, "context_length_exceeded", "512 tokens"),
         ("POST", CHAT, {"json": chat(model="other")}, 404, "model_not_found", "'other'"),
-        ("GET", "/v1/embeddings", {}, 404, None, "Not Found"),
+        ("GET", "/v1/files", {}, 404, None, "Not Found"),
         ("GET", CHAT, {}, 405, None, "Method Not Allowed"),
         (
             "POST",

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from glowplug.entrypoints.server.protocol.response_request import ResponseRequest
+from glowplug.entrypoints.server.responses.answer import split_at
 from glowplug.entrypoints.server.responses.fields import REFUSED
 from tests.e2e.chat_apis import ANSWERS, CALLS, HOSTILE, PARAMETERS, THOUGHT, nested, served_apis
 from tests.e2e.fake_engine import FakeExecutor
@@ -145,6 +146,15 @@ def test_log_probabilities_are_those_of_the_text(server: Served) -> None:
     assert made(server, input="say:x")["output"][0]["content"][0]["logprobs"] == []
 
 
+def test_log_probabilities_of_a_text_are_those_of_its_last_occurrence() -> None:
+    entries = [
+        {"bytes": list(word.encode()), "n": n} for n, word in enumerate(["th", "in", "t", "h"])
+    ]
+    assert split_at(entries, "th") == (entries[:2], entries[2:])
+    assert split_at(entries, "nt") == (entries[:1], entries[1:3])
+    assert split_at(entries, "other") == (entries, [])
+
+
 def test_a_chain_has_all_that_was_said_but_not_the_earlier_instructions(server: Served) -> None:
     first = made(server, input="say:one", instructions="I", max_output_tokens=3)
     second = made(server, input="say:two", previous_response_id=first["id"])
@@ -204,6 +214,19 @@ def test_a_server_may_store_a_few_responses_or_none() -> None:
         assert 0 < few.context.stored.bytes <= 8000
         made(few, input=[{"role": "user", "content": "y", "more": "z" * 9000}])
         assert len(few.context.stored) == 0 == few.context.stored.bytes
+
+
+def test_a_chain_is_no_longer_than_a_request_may_be() -> None:
+    with served_apis(server={"max_body_bytes": 100_000}) as one:
+        items = [{"role": "user", "content": "x", "note": "n" * 70_000}]
+        first = made(one, input=items)
+        made(
+            one, input="say:y", previous_response_id=first["id"], instructions="parsed in a thread"
+        )
+        second = made(one, input=items, previous_response_id=first["id"])
+        error = refused(one, input="x", previous_response_id=second["id"])
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == "previous_response_id"
 
 
 def begun(response: httpx.Response) -> tuple[str, Iterator[str]]:

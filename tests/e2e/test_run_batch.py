@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,20 @@ def test_a_signal_finishes_what_is_in_flight(tmp_path: Path) -> None:
     assert totals.interrupted and totals.answered == 4 and len(answers(tmp_path / "out")) == 4
 
 
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """Restore the loggers that the command sets up, whose handlers write to a captured stream."""
+    loggers = [logging.getLogger(name) for name in ("glowplug", "uvicorn", "uvicorn.error")]
+    before = [(one.handlers, one.level, one.propagate, one.filters[:]) for one in loggers]
+    yield
+    for one, (handlers, level, propagate, filters) in zip(loggers, before):
+        one.handlers = handlers
+        one.setLevel(level)
+        one.propagate = propagate
+        one.filters = filters
+
+
+@pytest.mark.usefixtures("own_logging")
 def test_the_command_answers_a_file_with_the_embedded_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

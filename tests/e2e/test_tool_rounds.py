@@ -36,7 +36,12 @@ TOOLS: list[Any] = [
 SCHEMAS = {"paint": PAINT, "stop": STOP}
 CALL_BEGIN = 9  #: token of "<｜tool▁call▁begin｜>"
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
-REASONING = {"chat_template_kwargs": {"enable_thinking": True}, "temperature": 0}
+#: a reasoning that ends soon: the token of "</think>" has a high probability
+REASONING = {
+    "chat_template_kwargs": {"enable_thinking": True},
+    "logit_bias": {"6": 22},
+    "temperature": 1.0,
+}
 HOT: dict[str, Any] = {
     "model": "embedded",
     "tools": TOOLS,

@@ -18,6 +18,7 @@ ALONE = {
 #: class names in several modules -> why they may be the same
 SAME_NAME: dict[str, str] = {
     "Completion": "the answer in Python and the object of OpenAI's API",
+    "Turn": "a turn of the ranks, as a message, and one of a conversation",
     "CompletionLogprobs": "what is collected and the object of OpenAI's API",
 }
 

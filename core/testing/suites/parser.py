@@ -59,16 +59,21 @@ def joined(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
                 parts.append((piece.kind, piece.text))
             continue
         assert piece.data is not None, piece
-        if "name" in piece.data:
-            assert piece.data["index"] == calls, piece
-            calls += 1
-            head = [piece.data[key] for key in ("id", "name") if key in piece.data]
-            parts.append(("tool_call", " ".join([*head, piece.text])))
+        begins = "name" in piece.data
+        calls += begins
+        assert piece.data["index"] == calls - 1 >= 0, piece
+        if begins:
+            parts.append((piece.kind, _beginning(piece)))
         else:
-            assert calls and piece.data["index"] == calls - 1, piece
-            assert parts[-1][0] == "tool_call", piece
-            parts[-1] = ("tool_call", parts[-1][1] + piece.text)
+            assert parts[-1][0] == piece.kind, piece
+            parts[-1] = (piece.kind, parts[-1][1] + piece.text)
     return parts
+
+
+def _beginning(piece: Piece) -> str:
+    """Return the text of the first piece of a call, with its id, if it has one, and its name."""
+    data = piece.data or {}
+    return " ".join([*(data[key] for key in ("id", "name") if key in data), piece.text])
 
 
 def run(parser: OutputParser, chunks: Sequence[str]) -> list[tuple[str, str]]:

@@ -120,6 +120,24 @@ def _subschemas(schema: Any, where: str) -> Iterable[tuple[Any, str]]:
         return
     if not isinstance(schema, dict):
         raise _malformed(where, "a schema must be an object or a boolean")
+    _check_values(schema, where)
+    for keyword in _SCHEMA:
+        if keyword in schema and not (keyword == "items" and isinstance(schema[keyword], list)):
+            yield schema[keyword], f"{where}.{keyword}"
+    for keyword in _OBJECTS:
+        named = schema.get(keyword, {})
+        yield from ((one, f"{where}.{keyword}.{name}") for name, one in named.items())
+    for keyword in _LISTS:
+        several = schema.get(keyword, [])
+        yield from ((one, f"{where}.{keyword}.{i}") for i, one in enumerate(several))
+
+
+def _check_values(schema: Mapping[str, Any], where: str) -> None:
+    """Check the types of the keywords' values, except those that are schemas.
+
+    Raises:
+        RequestError: the value of a keyword has a wrong type.
+    """
     given = schema.get("type", [])
     kinds = given if isinstance(given, list) else [given]
     if not all(isinstance(kind, str) and kind in _TYPES for kind in kinds):
@@ -129,19 +147,10 @@ def _subschemas(schema: Any, where: str) -> Iterable[tuple[Any, str]]:
         raise _malformed(f"{where}.required", "expected a list of names")
     if not isinstance(schema.get("enum", []), list):
         raise _malformed(f"{where}.enum", "expected a list")
-    for keyword in _SCHEMA:
-        if keyword in schema and not (keyword == "items" and isinstance(schema[keyword], list)):
-            yield schema[keyword], f"{where}.{keyword}"
-    for keyword in _OBJECTS:
-        inner = schema.get(keyword, {})
-        if not isinstance(inner, dict):
-            raise _malformed(f"{where}.{keyword}", "expected an object of schemas")
-        yield from ((one, f"{where}.{keyword}.{name}") for name, one in inner.items())
-    for keyword in _LISTS:
-        inner = schema.get(keyword, [])
-        if not isinstance(inner, list):
-            raise _malformed(f"{where}.{keyword}", "expected a list of schemas")
-        yield from ((one, f"{where}.{keyword}.{i}") for i, one in enumerate(inner))
+    for keyword in (*_OBJECTS, *_LISTS):
+        kind, words = (dict, "an object") if keyword in _OBJECTS else (list, "a list")
+        if not isinstance(schema.get(keyword, kind()), kind):
+            raise _malformed(f"{where}.{keyword}", f"expected {words} of schemas")
 
 
 def _malformed(where: str, reason: str) -> RequestError:

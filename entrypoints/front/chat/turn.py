@@ -67,7 +67,7 @@ class Turn:
 
     @property
     def thinking(self) -> bool | None:
-        """Whether the request turned reasoning on or off; None: it did neither."""
+        """The request's switch of reasoning; None: the request did not set it."""
         value = self.template.get("thinking", self.template.get("enable_thinking"))
         return None if value is None else bool(value)
 

@@ -10,10 +10,10 @@ import orjson
 
 from glowplug.core.errors import RequestError
 from glowplug.core.step.tools import Tool, ToolChoice
+from glowplug.entrypoints.front.chat.tools import check_choice, check_parameters
 from glowplug.entrypoints.front.chat.turn import Turn
 from glowplug.entrypoints.server.generate.conversation import plain_messages, template_arguments
 from glowplug.entrypoints.server.generate.params import unsupported
-from glowplug.entrypoints.server.generate.tools import check_choice, check_parameters
 from glowplug.entrypoints.server.protocol.chat import ChatRequest, Message
 from glowplug.entrypoints.server.protocol.messages import (
     ContentBlock,

@@ -215,16 +215,16 @@ class ChatChunks(ChatAnswer):
         if not self.request.stream_reasoning:
             pieces = _hold(choice, pieces, delta.finish_reason is not None)
         ids = delta.token_ids if self.request.return_token_ids else None
-        for message in self._messages(pieces):
-            plain = len(message) == 1 and "content" in message and not self.counts_always
-            if plain and not logprobs and not ids:
+        messages = list(self._messages(pieces))
+        if not messages and (logprobs or ids):
+            messages.append({"content": ""})
+        for message in messages:
+            if "content" in message and not (logprobs or ids or self.counts_always):
                 parts.append(self._plain(index, choice, message["content"]))
             else:
                 parts.append(self._event(index, message, logprobs, ids))
             logprobs = None
             ids = None
-        if logprobs or ids:
-            parts.append(self._event(index, {"content": ""}, logprobs, ids))
         if delta.finish_reason is not None:
             parts.append(self._last(index, delta))
         return b"".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Annotated, Any
 
@@ -9,8 +10,9 @@ import orjson
 from fastapi import Depends, Request
 from starlette.responses import Response
 
-from glowplug.core.errors import RequestError
+from glowplug.core.errors import RequestError, context_exceeded
 from glowplug.core.step.request import SamplingParams
+from glowplug.entrypoints.front.chat.turn import Turn
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.generate import prompts
 from glowplug.entrypoints.server.generate.job import Job
@@ -25,11 +27,11 @@ from glowplug.entrypoints.server.responses.answer import (
     WholeResponse,
     recorded,
 )
-from glowplug.entrypoints.server.responses.fields import REFUSED, check_fields, logprobs_of
+from glowplug.entrypoints.server.responses.fields import check_fields, logprobs_of
 from glowplug.entrypoints.server.responses.objects import ResponseObject
 from glowplug.entrypoints.server.responses.store import StoredResponse
 from glowplug.entrypoints.server.responses.turn import input_items, stored_items, turn_of
-from glowplug.entrypoints.server.transport.body import body_of
+from glowplug.entrypoints.server.transport.body import THREAD_BYTES, body_of
 
 #: field of chat completions -> field of responses
 NAMES = {
@@ -70,10 +72,28 @@ def _is_stored(context: Context, body: ResponseRequest) -> bool:
 
 async def _prepared(context: Context, body: ResponseRequest) -> PreparedTurn:
     """Return the turn of a request, ready to run."""
-    turn = turn_of(body, context.stored.chain(body.previous_response_id))
+    turn = await _turn(context, body)
     if body.truncation == "auto":
         turn = await shortened(context, turn, body.max_output_tokens or 1)
     return await prepare(context, turn, partial(_params, context, body))
+
+
+async def _turn(context: Context, body: ResponseRequest) -> Turn:
+    """Return the turn of a request; a long conversation is parsed in a thread.
+
+    Raises:
+        RequestError: the stored conversation is longer than a request may be.
+    """
+    earlier = context.stored.chain(body.previous_response_id)
+    size = sum(one.size for one in earlier)
+    limit = context.options.max_body_bytes
+    if size > limit:
+        length = context.plan.sizes.context_length
+        reason = f"the stored conversation is larger than {limit} bytes"
+        raise context_exceeded(length, reason, "previous_response_id")
+    if size > THREAD_BYTES:
+        return await asyncio.to_thread(turn_of, body, earlier)
+    return turn_of(body, earlier)
 
 
 def _params(

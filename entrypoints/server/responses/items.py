@@ -113,7 +113,9 @@ class Conversation:
         message = self._assistant(place, begins=False)
         function = CalledFunction(name=item.name or "", arguments=item.arguments or "{}")
         call = MessageCall(id=item.call_id or "", function=function)
-        message.tool_calls = [*(message.tool_calls or ()), call]
+        if message.tool_calls is None:
+            message.tool_calls = []
+        message.tool_calls.append(call)
 
     def _output(self, item: InputItem, place: str) -> None:
         for name in ("call_id", "output"):
