@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 RECORD = Path(__file__).resolve().parent / "benchmarks" / "clients.json"
-HEAD = """# Clients
+HEAD = """\
+# Clients
 
-Programs of others that run unchanged against `glowplug serve`. Each row is a run with the embedded model on a CPU:
-`python -m tests.clients.programs_table --sites '/folder/{name}' --output docs/benchmarks/clients.json`. The programs are in
-`tests/clients/programs`; `tests/clients/test_clients.py` runs those whose client is installed.
+Programs of others that run unchanged against `glowplug serve`. Each row is a run with the embedded
+model on a CPU: `python -m tests.clients.programs_table --sites '/folder/{name}' --output x.json`.
+The programs are in `tests/clients/programs`; `tests/clients/test_clients.py` runs those whose
+client is installed. [The record](benchmarks/clients.json) has the conditions.
 
 | client | version | works | fails |
 |---|---|---|---|
