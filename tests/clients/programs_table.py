@@ -97,7 +97,7 @@ CLIENTS = (
         "use_vllm_bench.py",
         "vllm",
         "vllm",
-        "its serving benchmark, from its wheel; its modules import packages of its CUDA environment",
+        "its serving benchmark, from its wheel; it imports packages of its CUDA environment",
     ),
 )
 

@@ -38,7 +38,7 @@ FAILURES_MAX = 20  #: failures that are kept
 
 @dataclass
 class ServerSample:
-    """What the server's processes hold in one pause.
+    """Memory, files, threads and pages of the server in one pause.
 
     Attributes:
         requests: requests answered so far.

@@ -82,25 +82,27 @@ class ExchangeMix:
             return WantedExchange(kind, f"/v1/route-{rng.randrange(10**6)}", b"{}", 404)
         if kind == "left early":
             return self._made(kind, rng.choice(ROUTES), {"stream": rng.random() < 0.5}, read=0)
+        if kind in ("schema", "tools", "wrong field", "too long"):
+            return self._special(kind)
         if kind == "left in the stream":
             return self._streamed(kind, read=rng.randint(1, 2000))
         if kind == "read slowly":
             return self._streamed(kind, pause=0.02)
         if kind == "streamed":
             return self._streamed(kind)
+        return self._made(kind, rng.choice(ROUTES), {})
+
+    def _special(self, kind: str) -> WantedExchange:
+        """Return a request with a schema or tools, or one that must be refused."""
         if kind == "schema":
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
             return self._made(kind, "chat", {"response_format": form})
         if kind == "tools":
             return self._made(kind, "chat", {"tools": [TOOL], "tool_choice": "required"})
         if kind == "wrong field":
-            route = rng.choice(("chat", "completions", "responses", "messages"))
+            route = self._rng.choice(("chat", "completions", "responses", "messages"))
             return self._made(kind, route, {"temperature": -1}, status=400)
-        if kind == "too long":
-            return self._made(
-                kind, "completions", {"prompt": [5] * (self._context + 1)}, status=400
-            )
-        return self._made(kind, rng.choice(ROUTES), {})
+        return self._made(kind, "completions", {"prompt": [5] * (self._context + 1)}, status=400)
 
     def _streamed(self, kind: str, read: int | None = None, pause: float = 0.0) -> WantedExchange:
         route = self._rng.choice(ROUTES)
