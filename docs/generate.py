@@ -21,6 +21,7 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(DOCS)]
 
+import clients  # noqa: E402
 import combinations  # noqa: E402
 import figures  # noqa: E402
 import published  # noqa: E402
@@ -333,10 +334,15 @@ def output_of(command: str) -> str:
     )
 
 
+def clients_page() -> str:
+    return NOTICE + "\n" + clients.page()
+
+
 # ---- main ----------------------------------------------------------------------------------------
 
 PAGES: dict[str, Callable[[], str]] = {
     "hooks.md": hooks_page,
+    "clients.md": clients_page,
     "options.md": options_page,
     "combinations.md": combinations_page,
     "metrics.md": metrics_page,

@@ -4,6 +4,7 @@ is first imported.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from glowplug.core.startup.garbage import settle_memory
+from tests.support.fault_table import injecting
+from tests.support.source_tree import ROOT
 from tests.support.tables import forget
 
 DRIVER = Path("/dev/nvidiactl")
@@ -28,6 +31,20 @@ elif (
 # the tables that this machine's user has measured do not count in tests
 os.environ.pop("GLOWPLUG_CONFIG_DIR", None)
 os.environ["XDG_DATA_HOME"] = "/nonexistent"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests that docs/reliability.md names."""
+    if not isinstance(item, pytest.Function):
+        return
+    code = getattr(inspect.unwrap(item.function), "__code__", None)
+    files = {item.path, Path(code.co_filename).resolve() if code else item.path}
+    if any(
+        (file.relative_to(ROOT).as_posix(), item.originalname) in injecting()
+        for file in files
+        if file.is_relative_to(ROOT)
+    ):
+        item.add_marker("fault")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -343,7 +343,7 @@ class ServerOptions(Section):
         None,
         ge=1,
         description="max_tokens of requests that give none; None: the rest of the context (chat), "
-        "16 (completions)",
+        "16 (completions), 128 (/generate)",
     )
     emit_reasoning_alias: bool = Field(
         True, description="send reasoning_content also under the name reasoning"

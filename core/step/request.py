@@ -18,6 +18,8 @@ MAX_STOP_STRINGS = 16  #: most stop strings of a request
 MAX_STOP_BYTES = 1024  #: most bytes of a stop string
 MAX_STOP_TOKENS = 256  #: most stop token ids of a request
 MAX_N = 128  #: most choices of a request
+#: a smaller penalty can raise logits beyond float32
+LEAST_REPETITION_PENALTY = 0.01
 MAX_LOGPROBS = 20  #: largest number of most likely tokens in log-probabilities
 
 
@@ -227,7 +229,7 @@ _CHECKS: dict[str, _Check] = {
     "min_p": _number(0.0, 1.0),
     "presence_penalty": _number(-2.0, 2.0),
     "frequency_penalty": _number(-2.0, 2.0),
-    "repetition_penalty": _number(0.0, 100.0, above=True),
+    "repetition_penalty": _number(LEAST_REPETITION_PENALTY, 100.0),
     "logit_bias": _logit_bias,
     "allowed_token_ids": _allowed_token_ids,
     "seed": _whole(-(1 << 63), (1 << 64) - 1, optional=True),

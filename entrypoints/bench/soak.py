@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError, RequestError
+from glowplug.entrypoints.bench.load import soak_http
 from glowplug.entrypoints.bench.load.soak_memory import Sample, device_scope, growth
 from glowplug.entrypoints.bench.load.soak_requests import RequestMix, WantedRequest
 from glowplug.entrypoints.bench.others import report
-from glowplug.entrypoints.bench.others.conditions import conditions
+from glowplug.entrypoints.bench.others.conditions import conditions, conditions_apart
 from glowplug.entrypoints.bench.others.drafts import acceptance
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.process_memory import ProcessMemory
@@ -86,6 +87,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write JSON here, in every pause and at the end",
     )
+    group.add_argument(
+        "--requests",
+        type=int,
+        default=0,
+        help="send so many mixed HTTP requests to a server process instead",
+    )
+    group.add_argument(
+        "--growth-per-request",
+        type=float,
+        default=1024.0,
+        help="most growth of the server's memory in bytes per request",
+    )
     group.add_argument("--load-seed", type=int, default=0, help="seed of the requests")
     add_engine_options(parser)
 
@@ -98,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from glowplug.entrypoints.front.llm import LLM
 
+    if args.requests:
+        return soak_http.run(args, engine_config(args), conditions_apart())
     try:
         llm = LLM(**{"skip_tokenizer": True, **engine_config(args)})
     except (GlowplugError, ValueError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import OutputParserFactory
@@ -97,6 +97,7 @@ def _add_routes(app: FastAPI, page: Sequence[PageFile]) -> None:
                 methods=[method],
                 tags=[route.tag],
                 response_model=None,
+                response_class=PlainTextResponse if route.answer is None else JSONResponse,
                 responses=route.responses(),
                 openapi_extra=route.request(),
             )

@@ -132,6 +132,8 @@ def failure_of(error: Exception) -> dict[str, Any]:
 
 def from_delta(delta: Delta) -> RequestError | None:
     """Return the error that a sequence's last delta reports; None if the delta has no error."""
+    if delta.finish_reason == "timeout" and delta.error_code == "queue_timeout":
+        return Unavailable("the request waited too long in the queue", "queue_timeout")
     if delta.finish_reason == "timeout":
         return RequestError("the request ran out of time", code="request_timeout", status=504)
     if delta.finish_reason != "error":

@@ -90,7 +90,7 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"n": 65}, "n", "at most 64"),
     (CHAT, {"presence_penalty": 3}, "presence_penalty", "less"),
     (CHAT, {"frequency_penalty": -3}, "frequency_penalty", "greater"),
-    (CHAT, {"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    (CHAT, {"repetition_penalty": 5e-324}, "repetition_penalty", "equal to 0.01"),
     (CHAT, {"seed": 2**63}, "seed", ""),
     (CHAT, {"stop": ""}, "stop", "empty"),
     (CHAT, {"stop": ["x"] * 17}, "stop", "16"),

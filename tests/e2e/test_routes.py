@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import httpx
+import jsonschema
 import pytest
 
 from glowplug import __version__
@@ -16,7 +17,7 @@ from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.refused import REASONS
 from glowplug.entrypoints.server.routes import ROUTES
 from tests.e2e.fake_engine import TEMPLATE, make_plan, make_tokenizer
-from tests.e2e.serving import Served, served
+from tests.e2e.serving import HTTP, Served, served
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,47 @@ def test_information_has_the_plan_and_no_secret(client: httpx.Client) -> None:
         == client.get("/model_info").json()["context_length"]
         == 4096
     )
+
+
+def test_answers_match_the_declared_schema(client: httpx.Client) -> None:
+    """Every GET route that needs no parameter answers as ``/openapi.json`` declares."""
+    schema = client.get("/openapi.json").json()
+    checked = 0
+    for path, operations in schema["paths"].items():
+        if "get" not in operations or "{" in path or "profile" in path or path == "/expert_load":
+            continue
+        answer = client.get(path)
+        assert answer.status_code == 200, (path, answer.text)
+        declared = operations["get"]["responses"]["200"]["content"]
+        media = answer.headers["content-type"].partition(";")[0]
+        assert list(declared) == [media], path
+        if media == "application/json":
+            wanted = {**declared["application/json"]["schema"], "components": schema["components"]}
+            jsonschema.validate(answer.json(), wanted)
+            checked += 1
+    assert checked >= 10
+
+
+@pytest.mark.parametrize(
+    ("route", "prompt"), [("/generate", "text"), ("/v1/completions", "prompt")]
+)
+def test_requests_without_a_limit_get_the_configured_one(route: str, prompt: str) -> None:
+    """The limit also fits a context that is shorter than the route's own default."""
+
+    def length(url: str, text: str) -> int:
+        body = {prompt: f"say:{text}", "ignore_eos": True}
+        params = {"sampling_params": {"ignore_eos": True}} if route == "/generate" else {}
+        answer = HTTP.post(url + route, json={**body, **params})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        if route == "/generate":
+            return int(found["meta_info"]["completion_tokens"])
+        return int(found["usage"]["completion_tokens"])
+
+    with served(context=32) as one:
+        assert length(one.url, "x" * 20) == 32 - len("say:") - 20
+    with served(context=32, server={"default_max_tokens": 3}) as one:
+        assert length(one.url, "x") == 3
 
 
 def test_the_load_of_experts_is_summed_over_ranks(server: Served, client: httpx.Client) -> None:

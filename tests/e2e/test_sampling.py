@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.step.request import LEAST_REPETITION_PENALTY
 from glowplug.core.testing.suites.sampler import assert_follows
 from tests.support.tiny import write_config
 from tests.support.tiny_tokenizer import write_folder
@@ -38,6 +39,25 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def make(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 12, "seed": 3, "ignore_eos": True, **changes})
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {"temperature": 5e-324},
+    {"temperature": 1e-5, "top_p": 5e-324},
+    {"temperature": 100.0, "min_p": 5e-324},
+    {"repetition_penalty": LEAST_REPETITION_PENALTY},
+    {"repetition_penalty": 100.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+    {
+        "repetition_penalty": LEAST_REPETITION_PENALTY,
+        "temperature": 1e-5,
+        "logit_bias": dict.fromkeys(range(100), 100.0),
+    },
+]
+
+
+def test_extreme_parameters_leave_the_logits_finite(llm: LLM) -> None:
+    done = llm.generate([PROMPT] * len(EXTREMES), [make(**one) for one in EXTREMES])
+    assert [(one.finish_reason, one.error) for one in done] == [("length", None)] * len(EXTREMES)
 
 
 def test_first_tokens_follow_the_models_distribution(llm: LLM) -> None:

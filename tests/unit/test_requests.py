@@ -54,7 +54,7 @@ BAD: dict[str, list[Any]] = {
     "min_p": [-0.1, 1.1],
     "presence_penalty": [-2.1, 2.1, None],
     "frequency_penalty": [-2.1, 2.1, "0"],
-    "repetition_penalty": [0, 0.0, 101.0, -math.inf],
+    "repetition_penalty": [0, 0.0, 5e-324, 0.0099, 101.0, -math.inf],
     "logit_bias": [[1], {3: 101.0}, {3: -101}, {-1: 1.0}, {"3": 1.0}, {3: None}, {3: True}],
     "allowed_token_ids": [[], ["a"], [1.0], 5],
     "seed": [-(1 << 63) - 1, 1 << 64, 1.0, True],

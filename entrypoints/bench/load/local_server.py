@@ -20,7 +20,8 @@ MODEL = "bench"  #: the served model name
 class LocalServer:
     """Context manager that starts a server, waits until it is ready, and stops it on exit.
 
-    ``with LocalServer({"model": "embedded"}) as server: ... server.base_url``
+    ``with LocalServer({"model": "embedded"}) as server: ... server.base_url``. While it runs,
+    ``pid`` is the id of its process.
 
     Raises:
         RuntimeError: the server ended, or was not ready in ``timeout`` seconds; with the end of its
@@ -63,7 +64,9 @@ class LocalServer:
                 {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {},
                 lambda log: answers(f"{self.base_url}/ready"),
             )
-            next(stack.enter_context(closing(in_turns([start], False, self.timeout)))).check()
+            program = next(stack.enter_context(closing(in_turns([start], False, self.timeout))))
+            program.check()
+            self.pid = program.pid
             self._running = stack.pop_all()
         return self
 

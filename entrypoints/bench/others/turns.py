@@ -71,6 +71,10 @@ class MeasuredProgram:
     ) -> None:
         self.end()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def loaded(self) -> bool:
         """Return whether loading is over: the program is loaded, or ended early (see ``check``)."""
         if self._loaded(self.log.read_text(errors="replace")):

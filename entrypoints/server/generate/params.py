@@ -128,12 +128,9 @@ def openai_params(
 def native_params(
     fields: NativeSampling, *, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """Return the sampling parameters of one sequence of the native route.
-
-    ``max_new_tokens`` is 128 by default.
-    """
+    """Return the sampling parameters of one sequence of the native route."""
     params = SamplingParams(
-        max_tokens=128 if fields.max_new_tokens is None else fields.max_new_tokens,
+        max_tokens=fields.max_new_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=fields.skip_special_tokens,

@@ -31,6 +31,8 @@ from glowplug.entrypoints.server.transport.streaming import (
     json_response,
 )
 
+DEFAULT_MAX_TOKENS = 128  #: output limit without ``max_new_tokens``, as in SGLang
+
 
 async def generate(
     request: Request,
@@ -67,7 +69,7 @@ async def _job(
         sampling: sampling parameters by their path in the body.
         given: the request's prompts, tokenised.
     """
-    params = _params(body, sampling, given)
+    params = _params(context, body, sampling, given)
     n = next(iter(sampling.values())).n or 1
     rid = request_id(request, body.rid if isinstance(body.rid, str) else None)
     job = await make_job(request, context, rid, body, given, params, n=n, places=list(sampling))
@@ -118,6 +120,7 @@ def _sampling_by_place(body: GenerateRequest) -> dict[str, NativeSampling]:
 
 
 def _params(
+    context: Context,
     body: GenerateRequest,
     sampling: Mapping[str, NativeSampling],
     given: list[prompts.TokenizedPrompt],
@@ -135,7 +138,19 @@ def _params(
             params.append(
                 native_params(one, logprobs=top, prompt_logprobs=top if start >= 0 else None)
             )
-    return params * len(given) if len(params) == 1 else params
+    limited = [one.max_new_tokens is not None for one in sampling.values()]
+    if len(params) == 1:
+        params, limited = params * len(given), limited * len(given)
+    return [
+        one if own else one.replace(max_tokens=_default_max_tokens(context, prompt))
+        for one, own, prompt in zip(params, limited, given, strict=True)
+    ]
+
+
+def _default_max_tokens(context: Context, prompt: prompts.TokenizedPrompt) -> int:
+    """Return the output limit of a sequence without one, reduced to the room after its prompt."""
+    default = context.options.default_max_tokens or DEFAULT_MAX_TOKENS
+    return min(default, prompts.remaining_context(context, prompt))
 
 
 def _sequence_ids(job: Job, body: GenerateRequest) -> list[str]:

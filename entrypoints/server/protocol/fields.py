@@ -6,7 +6,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from glowplug.core.step.request import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+from glowplug.core.step.request import (
+    LEAST_REPETITION_PENALTY,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+)
 from glowplug.entrypoints.server.protocol.body import Body
 from glowplug.entrypoints.server.protocol.structured import OpenAIGrammarFields
 
@@ -46,7 +51,7 @@ class SamplingFields(OpenAIGrammarFields):
     min_p: Annotated[Float, Field(ge=0.0, le=1.0)] | None = None
     presence_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Annotated[Float, Field(gt=0.0, le=100.0)] | None = None
+    repetition_penalty: Annotated[Float, Field(ge=LEAST_REPETITION_PENALTY, le=100.0)] | None = None
     logit_bias: dict[str, Annotated[Float, Field(ge=-100.0, le=100.0)]] | None = Field(
         None, max_length=1024, description="bias by token id (a string)"
     )

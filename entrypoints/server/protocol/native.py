@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from glowplug.core.step.request import MAX_LOGPROBS, MAX_N
+from glowplug.core.step.request import LEAST_REPETITION_PENALTY, MAX_LOGPROBS, MAX_N
 from glowplug.entrypoints.server.protocol.body import Body
 from glowplug.entrypoints.server.protocol.chat import Message
 from glowplug.entrypoints.server.protocol.completions import MAX_PROMPTS
@@ -26,7 +26,9 @@ from glowplug.entrypoints.server.protocol.tools import MAX_TOOLS, ToolSpec
 
 
 class NativeSampling(GrammarFields):
-    max_new_tokens: MaxTokens | None = Field(None, description="default 128")
+    max_new_tokens: MaxTokens | None = Field(
+        None, description="default 128, or what the prompt leaves of the context"
+    )
     min_new_tokens: Annotated[Int, Field(ge=0, le=INT32)] | None = None
     temperature: Annotated[Float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[Float, Field(gt=0.0, le=1.0)] | None = None
@@ -34,7 +36,7 @@ class NativeSampling(GrammarFields):
     min_p: Annotated[Float, Field(ge=0.0, le=1.0)] | None = None
     presence_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Annotated[Float, Field(gt=0.0, le=100.0)] | None = None
+    repetition_penalty: Annotated[Float, Field(ge=LEAST_REPETITION_PENALTY, le=100.0)] | None = None
     logit_bias: dict[str, Annotated[Float, Field(ge=-100.0, le=100.0)]] | None = Field(
         None, max_length=1024
     )

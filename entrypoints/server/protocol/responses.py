@@ -246,7 +246,7 @@ class ServerInfo(BaseModel):
     version: str
     status: str
     model: str
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     choices: dict[str, str]
     decisions: list[dict[str, Any]]
     stats: dict[str, Any]

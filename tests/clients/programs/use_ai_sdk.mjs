@@ -1,0 +1,41 @@
+// ai with @ai-sdk/openai-compatible.
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { generateText, jsonSchema, streamText, tool } from "ai";
+import { ANSWER, MESSAGES, MODEL, URL, WEATHER, assert, isForecast, run } from "./checks.mjs";
+
+const provider = createOpenAICompatible({
+  name: "glowplug",
+  baseURL: URL + "/v1",
+  apiKey: "none",
+  includeUsage: true,
+});
+const asked = {
+  model: provider(MODEL),
+  prompt: MESSAGES[0].content,
+  temperature: 0,
+  maxOutputTokens: 160,
+  maxRetries: 0,
+};
+const tools = { weather: tool({ description: "Forecast.", inputSchema: jsonSchema(WEATHER) }) };
+
+await run({
+  async generateText() {
+    const done = await generateText(asked);
+    assert(done.text.includes(ANSWER), done.text);
+  },
+  async streamText() {
+    let text = "";
+    const result = streamText(asked);
+    for await (const part of result.textStream) text += part;
+    assert(text.includes(ANSWER), text);
+    assert((await result.usage).outputTokens > 0);
+  },
+  async tools() {
+    const done = await generateText({ ...asked, tools, toolChoice: "required" });
+    isForecast(done.toolCalls[0].input);
+  },
+  async "tools streamed"() {
+    const result = streamText({ ...asked, tools, toolChoice: "required" });
+    isForecast((await result.toolCalls)[0].input);
+  },
+});

@@ -1,0 +1,65 @@
+"""Faults of files: a device that cannot read, and a full one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glowplug import LLM, SamplingParams
+from glowplug.core.errors import RequestError, WeightError
+from glowplug.plugins.weights.direct_read import DirectReader, Span, blocks_of
+from tests.support.tiny import write_config
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_read_error_in_the_middle_of_weights_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    preadv, calls = os.preadv, []
+
+    def failing(*given: Any) -> int:
+        calls.append(given)
+        if len(calls) == at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(*given)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    reader: DirectReader[str] = DirectReader("cpu", 2, piece=16)
+    with pytest.raises(WeightError, match=r"model\.safetensors: cannot be read: Input/output"):
+        list(reader.read(blocks_of([Span("all", tmp_path / "model.safetensors", 0, 100)])))
+    reader.close()
+
+
+def test_a_full_disk_while_a_trace_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command fails with the reason; the engine goes on, and can trace again."""
+    monkeypatch.setenv("GLOWPLUG_PROFILE_DIR", str(tmp_path / "traces"))
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    with LLM(
+        model=str(write_config(tmp_path, "v3")),
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        device="cpu",
+        context_length=64,
+        memory={"kv_tokens": 256},
+    ) as llm:
+        answer = llm.generate([[5, 6]], params)[0].token_ids
+
+        def full(*given: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+            llm.control("profile_start", label="full")
+            with pytest.raises(RequestError, match="No space left on device"):
+                llm.control("profile_stop")
+        assert llm.generate([[5, 6]], params)[0].token_ids == answer
+        llm.control("profile_start", label="again")
+        assert (tmp_path / "traces" / llm.control("profile_stop")["file"]).exists()
