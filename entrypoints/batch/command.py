@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from glowplug.core.config.operation_options import LogOptions, ServerOptions
+from glowplug.core.config.operation_options import LogOptions
 from glowplug.core.errors import PlanRefused, Refusal
+from glowplug.core.plugin.options import ServerOptions
 from glowplug.entrypoints.cli.commands.check import add_plan_option, show_plan
 from glowplug.entrypoints.cli.exit_codes import OK, PARTLY, REFUSED, SECOND_SIGNAL
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
