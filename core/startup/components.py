@@ -6,7 +6,13 @@ from typing import Any
 
 from glowplug.core.errors import GlowplugError, PluginLoadError
 from glowplug.core.plan.plan import Choice, EnginePlan
-from glowplug.core.plugin.loading import BUILT_IN, PluginSource, import_factory
+from glowplug.core.plugin.loading import (
+    BUILT_IN,
+    PluginSource,
+    component_failure,
+    describe,
+    import_factory,
+)
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.registry import (
     PluginSet,
@@ -15,16 +21,20 @@ from glowplug.core.plugin.registry import (
     entry_point_sources,
 )
 from glowplug.core.protocols import QuantizationScheme, Worker
+from glowplug.core.protocols.members import member_faults
 from glowplug.core.step.graph_pieces import DraftExtend
 
 
 def build_component(plugins: PluginSet, choice: Choice, plan: EnginePlan, worker: Any) -> Any:
     """Return the runtime object of a choice: ``factory(options, plan, worker)``.
 
-    The options are parsed again, and the factory is imported.
+    The options are parsed again, and the factory is imported. The object is checked to have the
+    members of the slot's protocol.
 
     Raises:
-        PluginLoadError: the component is not loaded here, or its factory cannot be imported.
+        PluginLoadError: the component is not loaded here, its factory cannot be imported or raises
+            an exception, or its object lacks a member; the message names component, distribution,
+            version and phase.
     """
     found = plugins.find(choice.slot, choice.name)
     if found is None:
@@ -33,8 +43,36 @@ def build_component(plugins: PluginSet, choice: Choice, plan: EnginePlan, worker
             "which is not loaded here"
         )
     options = found.component.options.model_validate(choice.options)
-    origin = f"{found.distribution} {found.version}".rstrip()
-    return import_factory(found.component, origin)(options, plan, worker)
+
+    def failure(reason: str) -> PluginLoadError:
+        return PluginLoadError(
+            component_failure(
+                choice.slot, choice.name, found.distribution, found.version, "build", reason
+            )
+        )
+
+    try:
+        factory = import_factory(found.component, f"{found.distribution} {found.version}".rstrip())
+        made = factory(options, plan, worker)
+    except GlowplugError as error:
+        if isinstance(error, PluginLoadError):
+            raise failure(str(error)) from error
+        raise
+    except (MemoryError, EOFError, OSError):  # the machine or a connection, not the component
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise failure(describe(error)) from error
+    faults = member_faults(choice.slot, made, found.component.offers)
+    if choice.slot == "speculative" and not faults and made.width() != plan.sizes.width:
+        faults = [
+            f"width() returns {made.width()}, but by its options' draft_shape() a decoding row "
+            f"computes {plan.sizes.width} tokens in a step, for which the plan has memory"
+        ]
+    if faults:
+        raise failure("; ".join(faults))
+    return made
 
 
 def load_plugins_for(plan: EnginePlan) -> PluginSet:

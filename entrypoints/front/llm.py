@@ -20,8 +20,7 @@ from glowplug.core.errors import EngineDead, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.protocols import OutputParserFactory, Worker
-from glowplug.core.startup.components import build_component
+from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.step.messages import Abort, Control, Reply, decode_outbound, encode
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.front import inputs
@@ -31,6 +30,7 @@ from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
 from glowplug.entrypoints.front.grammar_checks import GrammarChecks
 from glowplug.entrypoints.front.inputs import Message, Prompt
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
+from glowplug.entrypoints.front.named_parsers import build_parsers
 from glowplug.entrypoints.front.open_engine import start_executor
 from glowplug.entrypoints.front.reasoning_tags import PROMPT_TAIL_CHARS, after_reasoning
 
@@ -253,8 +253,7 @@ class LLM:
     @cached_property
     def _parsers(self) -> list[OutputParserFactory]:
         """The plan's output parsers, of which the tags of a reasoning are known."""
-        choices = self.plan.choices_in("outputs")
-        return [build_component(self._plugins, one, self.plan, Worker()) for one in choices]
+        return build_parsers(self.plan, self._plugins)
 
     def _check(self, ids: list[int], params: SamplingParams) -> CheckedRequest:
         """Check a prompt and its parameters, with their grammar, and return the request."""
