@@ -8,7 +8,16 @@ from pathlib import Path
 
 from tests.mutants.framework import Mutant
 
-MODULES = ("attending", "drafting", "loading", "ranks", "sampling", "scheduling")
+MODULES = (
+    "attending",
+    "drafting",
+    "layers",
+    "loading",
+    "ranks",
+    "sampling",
+    "scheduling",
+    "whole_engines",
+)
 PAGE = Path(__file__).parents[2] / "docs/mutants.md"
 HEAD = """<!-- Written by `python -m tests.mutants.table`; do not edit. -->
 

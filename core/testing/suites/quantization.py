@@ -1,0 +1,267 @@
+"""Conformance suite of the ``quantization`` slot. Subclass it and define ``make``.
+
+A scheme that stores weights in a format of its own also defines ``store``, the tensors of a
+checkpoint for a weight, and ``value``, the weight that they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.protocols import (
+    ExpertsMethod,
+    ExpertsShape,
+    LinearMethod,
+    LinearShape,
+    Parts,
+    QuantizationScheme,
+    Worker,
+)
+from glowplug.core.testing.harness.plans import bare_plan
+
+EXPERTS = 4  #: experts of a layer
+CHOSEN = 2  #: experts of a token
+
+
+class QuantizationSuite:
+    """Tests that every quantization scheme must pass, on dense references in float64.
+
+    Attributes:
+        unit: all sizes and slices are multiples of this number (the block of a block format).
+        tolerance: largest difference, relative to the largest element of a result.
+        dtype: compute dtype.
+    """
+
+    unit = 8
+    tolerance = 1e-5
+    dtype = torch.float32
+
+    def make(self, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
+        """Return the scheme under test."""
+        raise NotImplementedError
+
+    def plan(self) -> EnginePlan:
+        """Return the plan that the scheme is made with."""
+        return bare_plan()
+
+    def store(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return a checkpoint's tensors for a weight, by the last part of their names."""
+        return {"weight": weight}
+
+    def value(self, weight: Tensor) -> Tensor:
+        """Return the weight for which the tensors of ``store`` stand."""
+        return weight
+
+    # ---- driving ---------------------------------------------------------------------------------
+
+    @property
+    def scheme(self) -> QuantizationScheme:
+        return self.make(self.plan(), Worker(dtype=self.dtype))
+
+    def random(self, *shape: int, seed: int = 0) -> Tensor:
+        """Return random numbers in the compute dtype."""
+        generator = torch.Generator().manual_seed(sum(shape) + seed)
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+    def load(self, method: LinearMethod | ExpertsMethod, tensors: Mapping[str, Tensor]) -> None:
+        """Store the tensors in the method's targets, each once, and finalize the method."""
+        names = [target.name for target in method.targets()]
+        assert len(set(names)) == len(names), "two targets have the same name"
+        for target in method.targets():
+            assert target.optional or target.name in tensors, f"no tensor {target.name}"
+            if target.name in tensors:
+                value = tensors[target.name]
+                assert target.shape == tuple(value.shape), target.name
+                target.store(value[target.index])
+        method.finalize()
+
+    def linear(self, **changes: Any) -> tuple[LinearMethod, Tensor, Tensor | None]:
+        """Return a loaded method of two fused parts, its weight and its bias on this rank.
+
+        ``changes`` replace fields of its ``LinearShape``.
+        """
+        unit = self.unit
+        shape = LinearShape(
+            name="m.fused",
+            parts=("m.first", "m.second"),
+            outputs=(4 * unit, 2 * unit),
+            inputs=6 * unit,
+            row_starts=(0, 0),
+            col_start=0,
+            full=((4 * unit, 6 * unit), (2 * unit, 6 * unit)),
+        )
+        shape = replace(shape, **changes)
+        tensors: dict[str, Tensor] = {}
+        rows = []
+        biases = []
+        for at, (part, full) in enumerate(zip(shape.parts, shape.full, strict=True)):
+            weight = self.random(*full, seed=at)
+            tensors |= {f"{part}.{leaf}": value for leaf, value in self.store(weight).items()}
+            held = slice(shape.row_starts[at], shape.row_starts[at] + shape.outputs[at])
+            columns = slice(shape.col_start, shape.col_start + shape.inputs)
+            rows.append(self.value(weight)[held, columns])
+            if shape.bias:
+                tensors[f"{part}.bias"] = self.random(full[0], seed=9 + at)
+                biases.append(tensors[f"{part}.bias"][held])
+        method = self.scheme.linear(shape)
+        self.load(method, tensors)
+        return method, torch.cat(rows).double(), torch.cat(biases).double() if biases else None
+
+    def experts(
+        self, chosen: ExpertsShape | None = None, **changes: Any
+    ) -> tuple[ExpertsMethod, list[tuple[Tensor, Tensor, Tensor]]]:
+        """Return loaded experts, and (gate, up, down) of each one held on this rank."""
+        unit = self.unit
+        shape = chosen or ExpertsShape(
+            prefix="m.experts",
+            count=EXPERTS,
+            first=0,
+            hidden=4 * unit,
+            inter=6 * unit,
+            inter_start=0,
+            inter_full=6 * unit,
+            total=EXPERTS,
+        )
+        shape = replace(shape, **changes)
+        sizes = {
+            "gate_proj": (shape.inter_full, shape.hidden),
+            "up_proj": (shape.inter_full, shape.hidden),
+            "down_proj": (shape.hidden, shape.inter_full),
+        }
+        tensors: dict[str, Tensor] = {}
+        held = slice(shape.inter_start, shape.inter_start + shape.inter)
+        found = []
+        for expert in range(shape.total):
+            weights = [
+                self.random(*size, seed=10 * expert + at) for at, size in enumerate(sizes.values())
+            ]
+            for name, weight in zip(sizes, weights, strict=True):
+                path = f"{shape.prefix}.{expert}.{name}"
+                tensors |= {f"{path}.{leaf}": value for leaf, value in self.store(weight).items()}
+            gate, up, down = (self.value(weight).double() for weight in weights)
+            if expert in shape.numbers:
+                found.append((gate[held], up[held], down[:, held]))
+        method = self.scheme.experts(shape)
+        self.load(
+            method, {n: t for n, t in tensors.items() if int(n.split(".")[2]) in shape.numbers}
+        )
+        return method, found
+
+    def close(self, got: Tensor, expected: Tensor) -> None:
+        scale = float(expected.abs().max()) if expected.numel() else 1.0
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=self.tolerance * scale)
+
+    # ---- linear layers ---------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("tokens", [0, 1, 3, 40])
+    def test_a_fused_linear_layer_is_the_product(self, tokens: int) -> None:
+        method, weight, _ = self.linear()
+        x = self.random(tokens, weight.shape[1])
+        kept = x.clone()
+        got = method.apply(x)
+        assert got.shape == (tokens, len(weight)) and got.dtype == self.dtype
+        self.close(got, x.double() @ weight.t())
+        assert torch.equal(x, kept), "the activations were changed"
+
+    def test_a_bias_is_added(self) -> None:
+        method, weight, bias = self.linear(bias=True)
+        assert bias is not None
+        x = self.random(5, weight.shape[1])
+        self.close(method.apply(x), x.double() @ weight.t() + bias)
+
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_a_rank_has_its_rows(self, bias: bool) -> None:
+        unit = self.unit
+        method, weight, added = self.linear(
+            outputs=(2 * unit, unit), row_starts=(2 * unit, unit), bias=bias
+        )
+        x = self.random(5, weight.shape[1])
+        expected = x.double() @ weight.t()
+        self.close(method.apply(x), expected if added is None else expected + added)
+
+    def test_a_rank_has_its_columns(self) -> None:
+        unit = self.unit
+        method, weight, _ = self.linear(inputs=2 * unit, col_start=4 * unit)
+        x = self.random(5, 2 * unit)
+        self.close(method.apply(x), x.double() @ weight.t())
+
+    def test_the_dense_weight_is_the_one_that_is_applied(self) -> None:
+        method, weight, _ = self.linear()
+        dense = method.dense()
+        assert dense.shape == weight.shape and dense.dtype == self.dtype
+        self.close(dense, weight)
+
+    def test_a_token_does_not_depend_on_the_others(self) -> None:
+        method, weight, _ = self.linear()
+        x = self.random(9, weight.shape[1])
+        alone = torch.cat([method.apply(x[row : row + 1]) for row in range(9)])
+        self.close(alone, method.apply(x).double())
+
+    def test_layers_have_weights_of_their_own(self) -> None:
+        first, weight, _ = self.linear()
+        self.linear(parts=("m.third", "m.fourth"), outputs=(2 * self.unit, self.unit))
+        x = self.random(2, weight.shape[1])
+        self.close(first.apply(x), x.double() @ weight.t())
+
+    # ---- experts ---------------------------------------------------------------------------------
+
+    def check_experts(
+        self,
+        method: ExpertsMethod,
+        held: list[tuple[Tensor, Tensor, Tensor]],
+        ids: Tensor,
+    ) -> None:
+        """Compare the sums of weighted experts with their definition; -1 is no expert here."""
+        hidden = held[0][0].shape[1]
+        x = self.random(len(ids), hidden) * 0.5
+        weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(5))
+        expected = torch.zeros(len(ids), hidden, dtype=torch.float64)
+        for token, row in enumerate(ids.tolist()):
+            for place, expert in enumerate(row):
+                if expert >= 0:
+                    gate, up, down = held[expert]
+                    value = x[token].double()
+                    inner = torch.nn.functional.silu(gate @ value) * (up @ value)
+                    expected[token] += float(weights[token, place]) * (down @ inner)
+        got = method.apply(x, ids, weights)
+        assert not isinstance(got, Parts), "Parts were not asked for"
+        self.close(got, expected)
+
+    def test_experts_are_summed_by_weight(self) -> None:
+        method, held = self.experts()
+        for tokens in (0, 1, 7, 40):
+            generator = torch.Generator().manual_seed(tokens)
+            ids = torch.rand(tokens, EXPERTS, generator=generator).topk(CHOSEN).indices
+            self.check_experts(method, held, ids)
+
+    def test_experts_of_other_ranks_add_nothing(self) -> None:
+        method, held = self.experts(count=2, first=1)
+        ids = torch.tensor([[0, 1], [-1, 0], [1, -1], [-1, -1]])
+        self.check_experts(method, held, ids)
+
+    def test_a_rank_has_its_part_of_each_expert(self) -> None:
+        unit = self.unit
+        method, held = self.experts(inter=2 * unit, inter_start=4 * unit)
+        self.check_experts(method, held, torch.tensor([[0, 3], [2, 1], [1, 0]]))
+
+    # ---- the scheme ------------------------------------------------------------------------------
+
+    def test_each_part_has_targets_under_its_name(self) -> None:
+        scheme = self.scheme
+        unit = self.unit
+        shape = LinearShape("m.one", ("m.one",), (unit,), unit, (0,), 0, ((unit, unit),), bias=True)
+        names = {target.name for target in scheme.linear(shape).targets()}
+        leaves = self.store(self.random(unit, unit))
+        assert {f"m.one.{leaf}" for leaf in leaves} <= names and "m.one.bias" in names
+
+    def test_it_states_what_it_covers_and_where_it_may_be_split(self) -> None:
+        scheme = self.scheme
+        assert scheme.block >= 1 and self.unit % scheme.block == 0
+        assert all(isinstance(scheme.covers(name), bool) for name in ("lm_head", "model.layers.0"))
