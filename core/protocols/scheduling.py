@@ -113,8 +113,14 @@ class SchedulingPolicy(Protocol):
 class DraftPolicy(Protocol):
     """A choice of the size of the drafts in each step, from the results of committed steps.
 
-    It is deterministic: the ranks of a group call it alike and choose alike.
+    The ranks of a group call it alike and choose alike.
+
+    Attributes:
+        clocked: ``took`` is to be called. Only for an engine of one rank: ranks measure different
+            seconds.
     """
+
+    clocked: bool
 
     def choose(self, rows: NDArray[np.int32], most: int) -> DraftShape:
         """Return the size of the drafts of the next step.
@@ -134,6 +140,13 @@ class DraftPolicy(Protocol):
             rows: decoding rows of the step, int32 [n].
             shape: size of their drafts.
             counts: tokens that each of them gained, int32 [n]: 1 plus the accepted drafts.
+        """
+        ...
+
+    def took(self, rows: int, shape: DraftShape, seconds: float) -> None:
+        """Note the seconds of a step of ``rows`` decoding rows and no others.
+
+        They are counted from the end of the step before, also one of decoding rows alone.
         """
         ...
 

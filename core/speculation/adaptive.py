@@ -10,7 +10,8 @@ Steps with small drafts show nothing about larger ones. A step therefore has dra
 larger size when most rows are new, and otherwise rarely, which is paid for from a small share of
 the time (``EXPLORED``). It costs nothing if its drafts are accepted, and is then repeated at once.
 
-Everything is computed on the host from committed results only, and is deterministic. A step of the
+Everything is computed on the host from committed results, and without a clock (``clocked``) is
+deterministic. A step of the
 same rows as the one before keeps its size for ``DECIDED_STEPS`` steps, and their results are added
 together: with small models the host's time is that of the step.
 """
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.speculation.acceptance import AcceptanceWindow
+from glowplug.core.speculation.step_seconds import StepSeconds
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
@@ -92,12 +94,16 @@ class AdaptivePolicy:
         shapes: the sizes of the drafts, ascending by tokens.
         costs: seconds of a step for each of ``shapes``.
         rows: number of rows of the sequence table.
+        clocked: correct ``costs`` by the seconds of steps in service. Ranks measure different
+            seconds and would choose differently, so this is for an engine of one rank.
     """
 
-    def __init__(self, shapes: tuple[DraftShape, ...], costs: DraftCosts, rows: int) -> None:
+    def __init__(
+        self, shapes: tuple[DraftShape, ...], costs: DraftCosts, rows: int, clocked: bool = False
+    ) -> None:
         self.shapes = shapes
-        # larger drafts cost no less, also where costs are extrapolated
-        self._seconds: Floats = np.maximum.accumulate(np.array(costs.table(shapes, rows)), 0)
+        self.clocked = clocked
+        self._seconds = StepSeconds(np.array(costs.table(shapes, rows)))
         self._places = {shape: place for place, shape in enumerate(shapes)}
         self._steps = [shape.steps for shape in shapes]
         self._make_estimates(rows)
@@ -128,7 +134,8 @@ class AdaptivePolicy:
             return self.shapes[self._chosen]
         self._decision = _Decision(rows, most)
         self._add_results()
-        return self._decided(rows, self._seconds[:, most])
+        self._seconds.refresh()
+        return self._decided(rows, self._seconds.at(most))
 
     def _decided(self, rows: Ints, seconds: Floats) -> DraftShape:
         """Choose a size by the results so far, and return it or one to explore.
@@ -141,15 +148,30 @@ class AdaptivePolicy:
         if best > self._chosen or speeds[best] > (1 + HYSTERESIS) * speeds[self._chosen]:
             self._chosen = best
         chosen = self._chosen
-        if self._exploration is None and chosen + 1 < len(self.shapes):
-            each = float(seconds[chosen] / expected[chosen])
-            free = 2 * self._fresh >= len(rows) and self._since_free >= FRESH_STEPS
-            if free or self._budget >= seconds[chosen + 1] - len(rows) * each:
-                self._exploration = _Exploration(chosen + 1, each, free)
-                if free:
-                    self._fresh = self._since_free = 0
-                return self.shapes[chosen + 1]
+        smaller = self._seconds.unmeasured(len(rows), chosen) if self.clocked else None
+        if smaller is not None:
+            self._decision = None  # for one step
+            return self.shapes[smaller]
+        if self._explores(rows, seconds, expected):
+            return self.shapes[chosen + 1]
         return self.shapes[chosen]
+
+    def _explores(self, rows: Ints, seconds: Floats, expected: Floats) -> bool:
+        """Begin to explore the size after the chosen one, and return whether it is worth its time.
+
+        ``seconds`` and ``expected``: seconds and expected tokens of a step of each size.
+        """
+        chosen = self._chosen
+        if self._exploration is not None or chosen + 1 == len(self.shapes):
+            return False
+        each = float(seconds[chosen] / expected[chosen])
+        free = 2 * self._fresh >= len(rows) and self._since_free >= FRESH_STEPS
+        if not free and self._budget < seconds[chosen + 1] - len(rows) * each:
+            return False
+        self._exploration = _Exploration(chosen + 1, each, free)
+        if free:
+            self._fresh = self._since_free = 0
+        return True
 
     def expected(self, rows: Ints) -> Floats:
         """Return the expected tokens of a step of ``rows`` for each size of the drafts."""
@@ -170,8 +192,9 @@ class AdaptivePolicy:
 
     def observe(self, rows: Ints, shape: DraftShape, counts: Ints) -> None:
         place = self._places[shape]
-        seconds = float(self._seconds[place, len(rows)])
-        self._budget = min(self._budget + EXPLORED * seconds, float(self._seconds[-1, len(rows)]))
+        of_sizes = self._seconds.at(len(rows))
+        seconds = float(of_sizes[place])
+        self._budget = min(self._budget + EXPLORED * seconds, float(of_sizes[-1]))
         self._since_free += 1
         if self._exploration is not None:
             self._settle(self._exploration, place, seconds, int(counts.sum()))
@@ -184,6 +207,9 @@ class AdaptivePolicy:
         self._results.append(counts)
         if len(self._results) == DECIDED_STEPS:
             self._add_results()
+
+    def took(self, rows: int, shape: DraftShape, seconds: float) -> None:
+        self._seconds.add(self._places[shape], rows, seconds)
 
     def _add_results(self) -> None:
         """Add the tokens gained in the last steps to the estimates of acceptance."""

@@ -6,6 +6,8 @@ from step to step; several steps of different sizes may be in flight.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from glowplug.core.plan.plan import Sizes
@@ -38,12 +40,21 @@ class Decodes:
         self._pages = pages
         self._sizes = sizes
         self._most = sizes.context_length + sizes.width
+        self._ended = 0.0  # time of the last commit if its rows all decoded, else 0
         self._other_groups = 0  # most decoding rows of any group in the last committed step
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the members compute in the next step."""
-        return len(self.members) * self.shape.tokens
+        """Most tokens that the members compute in the next step.
+
+        Groups of ranks may have to widen it later to the largest drafts.
+        """
+        return len(self.members) * self._reserved.tokens
+
+    @property
+    def _reserved(self) -> DraftShape:
+        """Largest size of the drafts that the next step may get."""
+        return self._largest if self._sizes.groups > 1 else self.shape
 
     def clear(self) -> None:
         """Let the next step have no decoding rows."""
@@ -60,9 +71,8 @@ class Decodes:
         """
         self.members = continuous_batch.launchable(self._rows)
         self._choose()
-        shape = self._largest if self._sizes.groups > 1 else self.shape
         needed = continuous_batch.needed_tokens(
-            self._rows, self.members, shape, self._sizes.lookahead
+            self._rows, self.members, self._reserved, self._sizes.lookahead
         )
         short, counts = self._rows.lacking(self.members, needed)
         if not len(short):
@@ -115,6 +125,18 @@ class Decodes:
             return
         if batch.agreed is not None:
             self._other_groups = batch.agreed.decodes
+        if self.policy.clocked:
+            self._clock(batch, self.policy)
         decodes = int(np.searchsorted(done.at, batch.num_decodes))
         if decodes and batch.draft_shape is not None:
             self.policy.observe(done.rows[:decodes], batch.draft_shape, done.given[:decodes])
+
+    def _clock(self, batch: Batch, policy: DraftPolicy) -> None:
+        """Report the seconds since the last commit if the rows of both steps all decoded."""
+        if batch.draft_shape is None or batch.num_decodes < len(batch.rows):
+            self._ended = 0.0
+            return
+        now = time.perf_counter()
+        if self._ended:
+            policy.took(batch.num_decodes, batch.draft_shape, now - self._ended)
+        self._ended = now

@@ -1,16 +1,19 @@
 """The speed of adaptive drafts while the load changes, beside fixed drafts and none.
 
 ``python -m tests.support.draft_loads --output x.json``. Each engine answers the same questions of
-the embedded model's held-out tasks, some at a time: the number of requests at a time rises and
-falls. The engines take turns at each load, and each load counts with its fastest round: in CPU
-seconds, or with ``--device cuda`` in seconds.
+the embedded model's held-out tasks, in their reasoning form and to their natural end, some at a
+time: the number of requests at a time rises and falls. The engines take turns at each load, and
+each load counts with its fastest round: in CPU seconds, or with ``--device cuda`` in seconds. The
+time of the first tokens, measured by itself, is subtracted.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
+import math
 import platform
 import sys
 import time
@@ -24,7 +27,8 @@ import torch
 from glowplug import LLM, SamplingParams
 from glowplug.core.step.draft_counts import Acceptance, since
 from glowplug.core.step.messages import Stats
-from glowplug.entrypoints.bench.others.draft_settings import read_prompts, settled_stats
+from glowplug.entrypoints.bench.others.draft_settings import settled_stats
+from glowplug.entrypoints.evaluation.tasks import held_out_path
 
 NONE = "none"
 
@@ -45,14 +49,36 @@ def engines_of(algorithms: list[str]) -> dict[str, dict[str, Any]]:
 def answer(
     llm: LLM, prompts: list[list[int]], load: int, args: argparse.Namespace
 ) -> tuple[list[list[int]], float]:
-    """Return the answers, ``load`` requests at a time, and the seconds."""
+    """Return the answers, ``load`` requests at a time, and the seconds of decoding."""
     clock = time.perf_counter if args.device == "cuda" else time.process_time
-    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
-    begun = clock()
-    answers = []
-    for first in range(0, len(prompts), load):
-        answers += [one.token_ids for one in llm.generate(prompts[first : first + load], params)]
-    return answers, clock() - begun
+    answers: list[list[int]] = []
+    seconds = 0.0
+    for tokens, sign in ((1, -1), (args.tokens, 1)):
+        params = SamplingParams(temperature=0.0, max_tokens=tokens)
+        begun = clock()
+        answers = []
+        for first in range(0, len(prompts), load):
+            found = llm.generate(prompts[first : first + load], params)
+            answers += [one.token_ids for one in found]
+        seconds += sign * (clock() - begun)
+    return answers, seconds
+
+
+def reasoning_prompts(llm: LLM, count: int) -> list[list[int]]:
+    """Return ``count`` held-out tasks in their reasoning form, from the start again if too few."""
+    assert llm.tokenizer is not None
+    tasks = [json.loads(line) for line in held_out_path().read_text().splitlines()]
+    texts = [
+        llm.tokenizer.apply_chat_template(
+            [{"role": "user", "content": task["question"]}], thinking=True
+        )
+        for task in tasks
+        if task.get("think")
+    ]
+    return [
+        llm.tokenizer.encode(text, add_special_tokens=False)
+        for text in itertools.islice(itertools.cycle(texts), count)
+    ]
 
 
 def open_engine(drafts: dict[str, Any], args: argparse.Namespace) -> LLM:
@@ -66,14 +92,14 @@ def open_engine(drafts: dict[str, Any], args: argparse.Namespace) -> LLM:
     }
     if args.device == "cuda":
         config["graphs"] = {"use": "cuda_graph", "batch_sizes": sorted(set(args.loads))}
-        config["context_length"] = 256
-        config["memory"] = {"kv_tokens": max(most, 8) * 256}
+        config["context_length"] = 320
+        config["memory"] = {"kv_tokens": max(most, 8) * 320}
     return LLM("embedded", **config)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return for each load the figures of each engine, all engines open at once."""
-    fastest: dict[tuple[int, str], float] = {}
+    fastest: dict[tuple[int, str], float] = {}  # seconds of a token
     gained: dict[tuple[int, str], tuple[float, float]] = {}
     equal: dict[tuple[int, str], float] = {}
     with ExitStack() as stack:
@@ -83,7 +109,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         for _ in range(args.rounds):
             for place, load in enumerate(args.loads):
-                prompts = read_prompts(engines[NONE], None, max(args.questions, load))
+                prompts = reasoning_prompts(engines[NONE], max(args.questions, load))
                 wanted = None
                 for name, llm in engines.items():
                     before = settled_stats(llm)
@@ -94,8 +120,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     equal[key] = sum(map(eq, answers, wanted)) / len(wanted)
                     # sums of a batch on a GPU depend on the number of its tokens
                     assert args.device == "cuda" or equal[key] == 1, f"{name} changed an answer"
-                    if seconds < fastest.get(key, seconds + 1):
-                        fastest[key] = seconds
+                    token_seconds = seconds / sum(len(one) - 1 for one in answers)
+                    if token_seconds < fastest.get(key, math.inf):
+                        fastest[key] = token_seconds
                         gained[key] = _gain(before, after)
     rows = [_row(place, load, args, fastest, gained) for place, load in enumerate(args.loads)]
     for (place, name), share in equal.items():
@@ -116,12 +143,11 @@ def _row(
     fastest: dict[tuple[int, str], float],
     gained: dict[tuple[int, str], tuple[float, float]],
 ) -> dict[str, Any]:
-    made = max(args.questions, load) * args.tokens
     row: dict[str, Any] = {"requests at a time": load}
     for name in engines_of(args.algorithms):
         length, drafts = gained[place, name]
         row[name] = {
-            "tokens per second": round(made / fastest[place, name], 1),
+            "tokens per second": round(1 / fastest[place, name], 1),
             "to none": round(fastest[place, NONE] / fastest[place, name], 3),
             "accept length": round(length, 2),
             "drafts": round(drafts, 2),
@@ -141,7 +167,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=160, help="limit of an answer")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(args)

@@ -73,14 +73,14 @@ def simulate(
     """Return (seconds, rows, size of the drafts, tokens) of each step.
 
     Args:
-        policy: the policy; it sees a step's results ``LAG`` steps later.
+        policy: the policy; it sees a step's results, and its seconds, ``LAG`` steps later.
         costs: seconds of the steps.
         loads: number of decoding rows of each step.
         rate: acceptance rate of each draft, as a function of the seconds so far.
         seed: seed of the acceptance.
     """
     random = np.random.default_rng(seed)
-    flying: deque[tuple[np.ndarray, DraftShape, np.ndarray]] = deque()
+    flying: deque[tuple[np.ndarray, DraftShape, np.ndarray, float]] = deque()
     found = []
     clock = 0.0
     for load in loads:
@@ -92,9 +92,11 @@ def simulate(
         assert entry is not None
         clock += entry.at(load)
         found.append((entry.at(load), load, shape, int(counts.sum())))
-        flying.append((rows, shape, counts.astype(np.int32)))
+        flying.append((rows, shape, counts.astype(np.int32), entry.at(load)))
         if len(flying) > LAG:
-            policy.observe(*flying.popleft())
+            ended, size, gained, seconds = flying.popleft()
+            policy.took(len(ended), size, seconds)
+            policy.observe(ended, size, gained)
     return found
 
 

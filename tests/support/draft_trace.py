@@ -33,6 +33,8 @@ PLAIN = "no speculation"
 class Pinned:
     """The ``protocols.DraftPolicy`` that always chooses one size."""
 
+    clocked = False
+
     def __init__(self, shape: DraftShape) -> None:
         self._shape = shape
 
@@ -40,6 +42,9 @@ class Pinned:
         return self._shape
 
     def observe(self, rows: object, shape: object, counts: object) -> None:
+        pass
+
+    def took(self, rows: int, shape: object, seconds: float) -> None:
         pass
 
     def forget(self, row: int) -> None:

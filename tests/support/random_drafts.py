@@ -11,12 +11,20 @@ from glowplug.plugins.scheduler.continuous_runtime import Continuous
 
 
 class RandomDrafts:
-    """A ``DraftPolicy`` that chooses a size at random; policies of one seed choose alike."""
+    """A ``DraftPolicy`` that chooses a size at random; policies of one seed choose alike.
+
+    Attributes:
+        clocked: it wants the seconds of steps, although it does not choose by them.
+        seconds: the seconds of steps.
+    """
+
+    clocked = True
 
     def __init__(self, shapes: tuple[DraftShape, ...], seed: int = 0) -> None:
         self.shapes = shapes
         self.chosen: list[DraftShape] = []
         self.observed: list[tuple[DraftShape, list[int]]] = []
+        self.seconds: list[float] = []
         self._random = random.Random(seed)
 
     def choose(self, rows: Any, most: int) -> DraftShape:
@@ -27,6 +35,10 @@ class RandomDrafts:
     def observe(self, rows: Any, shape: DraftShape, counts: Any) -> None:
         assert len(rows) == len(counts) and 1 <= counts.min() and counts.max() <= shape.tokens
         self.observed.append((shape, counts.tolist()))
+
+    def took(self, rows: int, shape: DraftShape, seconds: float) -> None:
+        assert rows > 0 and shape in self.shapes and seconds > 0
+        self.seconds.append(seconds)
 
     def forget(self, row: int) -> None:
         assert row >= 0

@@ -11,6 +11,12 @@ import pytest
 from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
 from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape, shorter_shapes
 from glowplug.core.speculation.adaptive import DECIDED_STEPS, EXPLORED, AdaptivePolicy
+from glowplug.core.speculation.step_seconds import (
+    FRESH_MEASUREMENTS,
+    LEAST_KEPT,
+    TRIES,
+    StepSeconds,
+)
 from tests.support.draft_simulation import (
     chain_costs,
     fixed_speed,
@@ -133,6 +139,48 @@ def test_a_choice_holds_for_some_steps_of_the_same_rows(monkeypatch: pytest.Monk
     assert decided[-1] == 3, "other rows are decided on at once"
     policy.choose(rows[:3], 8)
     assert len(decided) <= 10 and decided[-2:] == [3, 3]
+
+
+@pytest.mark.parametrize("length", [1.0, 1.2, 1.85, 3.0])
+@pytest.mark.parametrize("rows", [1, 32, 256])
+def test_seconds_of_service_correct_those_of_the_start(rows: int, length: float) -> None:
+    """Steps of a small model, whose seconds are the host's, and long sequences of a large one."""
+    started = chain_costs(SHAPES, 0.3e-3, 0.2e-6, 0.15e-3, 0.2e-6)
+    served = {
+        "cheap drafts": chain_costs(SHAPES, 1.6e-3, 0.2e-6, 0.05e-3, 0.2e-6),
+        "dear drafts": chain_costs(SHAPES, 0.6e-3, 8e-6, 0.3e-3, 2e-6),
+    }
+    for name, costs in served.items():
+        rate = rate_of(length, 3)
+        policy = AdaptivePolicy(SHAPES, started, 256, clocked=True)
+        steps = simulate(policy, costs, repeat(rows, 4000), partial(fixed_rate, rate))
+        share = speed(steps[500:]) / best_speed(costs, rows, rate)
+        assert share >= LEAST, (name, share)
+
+
+def test_one_slow_step_of_a_size_does_not_exclude_it() -> None:
+    policy = AdaptivePolicy(SHAPES, COSTS["model"], 4, clocked=True)
+    rows = np.arange(4, dtype=np.int32)
+    largest = SHAPES[-1]
+    chosen = []
+    for number in range(100):
+        chosen.append(policy.choose(rows, 4))
+        policy.took(4, largest, 1.0 if number % 9 == 5 else 11e-3)
+        policy.observe(rows, largest, np.full(4, 4, np.int32))
+    assert set(chosen[50:]) == {largest}
+    assert chosen.count(NO_DRAFTS) == TRIES, "steps that measure a smaller size"
+
+
+def test_seconds_of_a_size_that_was_not_measured_lately_no_longer_count() -> None:
+    found = StepSeconds(np.array([[0.0, 1.0], [0.0, 2.0]]))
+    for _ in range(LEAST_KEPT):
+        found.add(1, 1, 7.0)
+    assert found.at(1).tolist() == [6.0, 7.0], "the other size differs alike"
+    for _ in range(FRESH_MEASUREMENTS):
+        found.add(0, 1, 1.5)
+    assert found.at(1).tolist() == [6.0, 7.0], "until the next decision"
+    found.refresh()
+    assert found.at(1).tolist() == [1.5, 2.5]
 
 
 def test_one_unpredictable_row_does_not_decide_for_all() -> None:

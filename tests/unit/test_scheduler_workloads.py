@@ -172,6 +172,33 @@ def test_many_random_workloads(
     run(drive, work, gaps, aborts)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_that_is_widened_leaves_room_for_the_drafts(seed: int) -> None:
+    """Prompts beside decoding rows fit in a step also after another group has widened it."""
+    shapes = shorter_shapes(DraftShape(1, 1, 2))
+    plan = bare_plan(
+        context_length=CONTEXT,
+        num_pages=200,
+        width=2,
+        draft_shapes=shapes,
+        groups=2,
+        max_running=4,
+        chunk_size=16,
+        max_step_tokens=8,
+    )
+    options = ContinuousOptions(mixed=True, share_prefill=0)
+    drive = Drive(
+        Widened(options, plan, Worker()), plan, CACHES["none"](plan), POLICIES["fcfs"](plan)
+    )
+    drive.scheduler.adapt(RandomDrafts(shapes, seed))
+    run(
+        drive,
+        [sequence(i, HEADS[0][:7], max_tokens=9, arrival=float(i)) for i in range(8)],
+        [2],
+        {},
+    )
+
+
 # ---- the kit finds faults ------------------------------------------------------------------------
 
 
