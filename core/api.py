@@ -19,7 +19,7 @@ from glowplug.core.errors import (
 )
 from glowplug.core.facts import weight_classes
 from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
-from glowplug.core.facts.kv_layout import KVEntry
+from glowplug.core.facts.kv_layout import KVContext, KVEntry, KVLayout, head_entries, latent_entries
 from glowplug.core.facts.layer_sizes import LayerSizes
 from glowplug.core.facts.model_facts import (
     DeviceFacts,
@@ -29,7 +29,7 @@ from glowplug.core.facts.model_facts import (
     SoftwareFacts,
     TensorFact,
 )
-from glowplug.core.facts.stored_formats import StoredLeaf
+from glowplug.core.facts.stored_formats import OnlineWeight, StoredLeaf
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plugin.byte_costs import DecodingRows, token_drafts_bytes
 from glowplug.core.plugin.component import (
@@ -47,6 +47,7 @@ from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.grammar_options import GrammarOptions
 from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.modes import EVERY_MODE_EAGER, EVERY_MODE_GRAPH
 from glowplug.core.plugin.offers import (
     AttentionOffers,
     CacheOffers,
@@ -107,6 +108,8 @@ __all__ = [
     "DecodingRows",
     "DeviceFacts",
     "DraftShape",
+    "EVERY_MODE_EAGER",
+    "EVERY_MODE_GRAPH",
     "EnginePlan",
     "ExecutorOffers",
     "ExecutorOptions",
@@ -119,12 +122,15 @@ __all__ = [
     "GraphOptions",
     "HardwareFacts",
     "Inventory",
+    "KVContext",
     "KVEntry",
+    "KVLayout",
     "LayerSizes",
     "Mode",
     "ModelFacts",
     "ModelOffers",
     "Offers",
+    "OnlineWeight",
     "OpsOffers",
     "OpsOptions",
     "Options",
@@ -157,7 +163,9 @@ __all__ = [
     "WeightError",
     "WeightOffers",
     "WeightOptions",
+    "head_entries",
     "hookimpl",
+    "latent_entries",
     "token_drafts_bytes",
     "weight_classes",
 ]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from glowplug.core.layers.attention import MhaAttention
 from glowplug.core.layers.decoder import DecoderLayer, DecoderModel
+from glowplug.core.layers.mha import MhaAttention
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.rope import Rope, RopeConfig
 from glowplug.core.plan.plan import EnginePlan

@@ -84,7 +84,7 @@ class StallWatch:
             All live sequences with the reason, once both ``STALL_TURNS`` and ``STALL_SECONDS`` are
             exceeded; else None.
         """
-        if not self._turns:
+        if not self._turns or any(one.held_until > now for one in self.live.values()):
             self._since = now
         self._turns += 1
         waited = now - self._since

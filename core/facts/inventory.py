@@ -6,8 +6,9 @@ each rank and the dimensions that ranks split follow from that declaration.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
@@ -215,3 +216,48 @@ def count_stored(
         kind = WeightKind(inventory.role_of(name), kept, scale, draft)
         found[kind] = found.get(kind, 0) + elements
     return found
+
+
+def count_online(
+    model: ModelFacts,
+    inventory: Inventory,
+    kept: Callable[[str, int, int], float],
+    roles: frozenset[str],
+    prefix: str = LAYER_PREFIX,
+) -> dict[WeightKind, int]:
+    """Return the number of elements of each kind if a scheme quantises weights while loading.
+
+    Args:
+        model: facts of an unquantized model.
+        inventory: the tensors of its family.
+        kept: function from module path, rows and columns to the bytes of the loaded weight.
+        roles: roles of the weights that are quantised.
+        prefix: beginning of the names of layers' tensors (``ModelOffers.layer_prefix``).
+    """
+    found: dict[WeightKind, int] = {}
+    for name, role, shape, draft, copies in _weights(model, inventory, prefix):
+        count = math.prod(shape)
+        whole = kept(name.rpartition(".")[0], *shape) if role in roles and len(shape) == 2 else 0.0
+        kind = WeightKind(role, whole / count, False, draft)
+        found[kind] = found.get(kind, 0) + count * copies
+    return found
+
+
+def _weights(
+    model: ModelFacts, inventory: Inventory, prefix: str
+) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
+    """Yield the tensors of a model: from its headers, or as its family declares them.
+
+    Yields:
+        Name, role, shape, number of the next-token layer (or ``TARGET``), and number of copies.
+    """
+    for name, tensor in model.tensors.items():
+        if not name.endswith(inventory.unloaded):
+            draft = next_token_layer(name, model.num_layers, prefix)
+            yield name, inventory.role_of(name), tensor.shape, draft, 1
+    for spec in () if model.tensors else inventory.tensors:
+        shape = (spec.rows, spec.columns) if spec.columns else (spec.rows,)
+        for draft in () if spec.optional else (TARGET, *range(model.nextn_layers)):
+            copies = spec.copies(draft, model.num_layers)
+            if copies:
+                yield spec.name, spec.role, shape, draft, copies

@@ -15,6 +15,25 @@ Stored = Callable[[ModelFacts, int, int], Mapping[str, TensorFact]]
 
 
 @dataclass(frozen=True)
+class OnlineWeight:
+    """A weight of an unquantized checkpoint, which a scheme may quantise while loading.
+
+    Attributes:
+        module: path of its module; ``{layer}`` and ``{expert}`` may stand for numbers.
+        rows: number of rows in the checkpoint.
+        columns: number of columns in the checkpoint.
+        element: bytes of an element in the compute dtype, for weights that are left alone.
+        options: the scheme's own parsed options.
+    """
+
+    module: str
+    rows: int
+    columns: int
+    element: int
+    options: Any
+
+
+@dataclass(frozen=True)
 class StoredLeaf:
     """Tensors of a quantised checkpoint with the same name ending, and their form after loading.
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from glowplug.core.layers.linear import Linear, Part, Terms
@@ -130,7 +129,7 @@ class MlaAttention(Module):
         self.kv_b = _by_heads(
             context, f"{name}.{names.kv_up}", sizes.kv_lora, sizes.heads, sizes.nope + sizes.v
         )
-        self.o_proj = _output(
+        self.o_proj = output_projection(
             context, f"{name}.{names.output}", sizes.heads, sizes.v, sizes.hidden, sizes.bias
         )
 
@@ -267,88 +266,6 @@ class MlaAttention(Module):
         return self.o_proj.forward_parts(self._mla(q_nope, q_rope, latent, k_rope, self))
 
 
-class MhaAttention(Module):
-    """Multi-head or grouped-query attention; also the ``MhaLayer`` of its backend."""
-
-    def __init__(
-        self,
-        context: BuildContext,
-        name: str,
-        index: int,
-        *,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        scale: float,
-        bias: bool = False,
-        inputs: int | None = None,
-    ) -> None:
-        """Build the projections; ``inputs``: size of the layer's input, None for ``hidden``."""
-        self.index = index
-        self.scale = scale
-        self.head_dim = head_dim
-        self._backend = context.attention
-        self._mha = context.attention.mha
-        self._rope = context.ops.rope
-        self._at_split_point = context.split_points.call
-        parts = _grouped_parts(context, name, heads, kv_heads, head_dim, bias)
-        self.qkv = Linear(context, f"{name}.qkv_proj", inputs or hidden, parts)
-        self._split = [size // head_dim for size in self.qkv.outputs]
-        self.heads = self._split[0]
-        self.kv_heads = self._split[1]
-        self.o_proj = _output(context, f"{name}.o_proj", heads, head_dim, hidden, bias)
-        self.input_format = self.qkv.input_format
-
-    def forward(self, x: Any, at: object) -> Terms:
-        """Run the layer and fill the cache: x [T, hidden] -> [T, hidden].
-
-        Args:
-            x: [T, hidden], plain or in ``input_format``.
-            at: the step's RoPE rows.
-        """
-        q, k, v = self._projected(x)
-        q, k = self._rope(q, k, at)
-        return self.o_proj.forward_in_norm(
-            self._at_split_point(self._attend, (q, k, v), self.heads * self.head_dim)
-        )
-
-    def fill(self, x: Any, at: object, kv_slots: Tensor) -> None:
-        """Store the keys and values of x in the cache, without attention.
-
-        Args:
-            x: [T, hidden], plain or in ``input_format``.
-            at: the step's RoPE rows.
-            kv_slots: KV slots of the tokens, int64 [T].
-        """
-        _, k, v = self._projected(x)
-        self._backend.store_mha(self._rope(k[:, :0], k, at)[1], v, kv_slots, self)
-
-    def _projected(self, x: Any) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of x, each [T, heads, head_dim]."""
-        rows = self.qkv.forward(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        return torch.split(rows, self._split, dim=1)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Call the backend with rotated queries and keys."""
-        return self._mha(q, k, v, self)
-
-
-def _grouped_parts(
-    context: BuildContext, name: str, heads: int, kv_heads: int, head_dim: int, bias: bool
-) -> list[Part]:
-    """Return the parts of the projection to queries, keys and values of grouped-query attention."""
-    shard = context.parallel.shard("heads", f"{name}.q_proj", heads)
-    held = kv_heads_of(shard.start, shard.size, heads, kv_heads)
-    return [
-        Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias),
-        *(
-            Part(f"{name}.{part}_proj", kv_heads * head_dim, "heads", head_dim, bias, held)
-            for part in ("k", "v")
-        ),
-    ]
-
-
 def _mla_input(context: BuildContext, name: str, sizes: MlaSizes, names: MlaNames) -> Linear:
     """Return the projection of x to queries (or the query latent), KV latent and RoPE key."""
     head = sizes.nope + sizes.rope
@@ -368,24 +285,9 @@ def _by_heads(context: BuildContext, name: str, inputs: int, heads: int, size: i
     return Linear(context, name, inputs, [Part(name, heads * size, "heads", size)])
 
 
-def _output(
+def output_projection(
     context: BuildContext, name: str, heads: int, size: int, outputs: int, bias: bool
 ) -> Linear:
     """Return the output projection, with ``size`` inputs per head; ranks hold whole heads."""
     part = Part(name, outputs, "replicated", bias=bias)
     return Linear(context, name, heads * size, [part], input_role="row", input_unit=size)
-
-
-def kv_heads_of(first: int, count: int, heads: int, kv_heads: int) -> tuple[int, int]:
-    """Return (first, count) of the KV heads that some query heads read.
-
-    Ranks whose query heads share a KV head all hold it.
-
-    Args:
-        first: number of the first query head.
-        count: number of query heads.
-        heads: query heads of the layer.
-        kv_heads: KV heads of the layer.
-    """
-    start = first * kv_heads // heads
-    return start, -(-(first + count) * kv_heads // heads) - start

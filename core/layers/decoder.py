@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.layers.attention import MhaAttention, MlaAttention
+from glowplug.core.layers.attention import MlaAttention
 from glowplug.core.layers.embedding import Embedding, LmHead, TiedHead
 from glowplug.core.layers.linear import Terms
+from glowplug.core.layers.mha import MhaAttention
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Moe

@@ -12,6 +12,7 @@ from torch import Tensor
 from glowplug.core.layers.module import Module, Target
 from glowplug.core.protocols import RouteSettingReady, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.protocols.quantization import EXPERT_NAMES
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class MoeSizes:
         topk_groups: groups from which experts are chosen; 1 without groups.
         renormalize: divide the chosen weights by their sum.
         scale: factor on the weights.
+        names: names of an expert's gate, up and down projections in the checkpoint.
     """
 
     hidden: int
@@ -41,6 +43,7 @@ class MoeSizes:
     topk_groups: int = 1
     renormalize: bool = False
     scale: float = 1.0
+    names: tuple[str, str, str] = EXPERT_NAMES
 
 
 class Gate(Module):

@@ -21,6 +21,7 @@ from glowplug.core.protocols import (
     Ops,
     PartialSum,
     Parts,
+    QuantizationScheme,
     Quantized,
     Shard,
     WeightTarget,
@@ -111,17 +112,22 @@ class Linear(Module):
         self.name = name
         self._wide = wide
         self._context = context
-        columns = self._shard(input_role, parts[0].name, inputs, input_unit)
+        self._inputs = inputs
+        columns = self._shard(input_role, parts[0], inputs, input_unit)
         self.shards = [self._rows(part) for part in parts]
         self.outputs = tuple(shard.size for shard in self.shards)
         self.methods = self._methods(list(zip(parts, self.shards, strict=True)), columns)
         self.input_format = agreed_format(self.methods)
-        self.partial = (columns.axis,) if columns.reduce and not reduce else ()
-        self._collectives = context.collectives if columns.reduce and reduce else None
-        self._axis = columns.axis
+        self._set_sums(columns, reduce)
         self.forward_parts: Callable[[Any], Terms] = self.forward
         if len(self.methods) == 1:
             self._bind(self.methods[0], context)
+
+    def _set_sums(self, columns: Shard, reduce: bool) -> None:
+        """Set whether the layer or its caller sums the results of a slice of the columns."""
+        self.partial = (columns.axis,) if columns.reduce and not reduce else ()
+        self._collectives = self._context.collectives if columns.reduce and reduce else None
+        self._axis = columns.axis
 
     def _bind(self, method: LinearMethod, context: BuildContext) -> None:
         """Set ``forward`` and ``forward_parts`` to the functions that the layer's one method needs.
@@ -146,21 +152,25 @@ class Linear(Module):
         if part.held is not None:
             first, count = part.held
             return Shard(first * part.unit, count * part.unit, part.rows)
-        return self._shard(part.role, part.name, part.rows, part.unit)
+        return self._shard(part.role, part, part.rows, part.unit)
 
-    def _shard(self, role: str, name: str, full: int, unit: int) -> Shard:
+    def _scheme(self, part: Part) -> QuantizationScheme:
+        return self._context.scheme_for(part.name, part.rows, self._inputs)
+
+    def _shard(self, role: str, part: Part, full: int, unit: int) -> Shard:
         """Return this rank's elements of a dimension.
 
         Args:
             role: how ranks share the dimension; see ``Part.role``.
-            name: module path.
+            part: the part, or the first of those that share the dimension.
             full: size of the dimension.
             unit: the dimension is split only at multiples of this number and of the scheme's block.
         """
         if role == "replicated":
             return Shard(0, full, full)
-        block = self._context.scheme_for(name).block
-        shard = self._context.parallel.shard(role, name, full // unit, block // gcd(block, unit))
+        block = self._scheme(part).block
+        shards = self._context.parallel
+        shard = shards.shard(role, part.name, full // unit, block // gcd(block, unit))
         return replace(shard, start=shard.start * unit, size=shard.size * unit, full=full)
 
     def _methods(self, parts: list[tuple[Part, Shard]], columns: Shard) -> list[LinearMethod]:
@@ -170,11 +180,12 @@ class Linear(Module):
         """
         methods = []
         for (scheme, bias), run in groupby(
-            parts, key=lambda item: (self._context.scheme_for(item[0].name), item[0].bias)
+            parts, key=lambda item: (self._scheme(item[0]), item[0].bias)
         ):
             held = list(run)
             methods.append(
-                scheme.linear(
+                self._context.linear(
+                    scheme,
                     LinearShape(
                         name=self.name,
                         parts=tuple(part.name for part, _ in held),
@@ -185,7 +196,7 @@ class Linear(Module):
                         full=tuple((part.rows, columns.full) for part, _ in held),
                         bias=bias,
                         wide=self._wide,
-                    )
+                    ),
                 )
             )
         return methods

@@ -19,7 +19,6 @@ from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module
 from glowplug.core.protocols import (
     ExpertExchange,
-    ExpertsMethod,
     ExpertsShape,
     PartialSum,
     Parts,
@@ -65,13 +64,17 @@ class Experts(Module):
         held = context.parallel.shard("experts", name, sizes.experts)
         placed = context.parallel.held_experts(name.rpartition(".")[0], sizes.experts)
         numbers = range(held.start, held.start + held.size) if placed is None else placed
-        scheme = context.scheme_for(f"{name}.{numbers[0]}.gate_proj")
+        scheme = context.scheme_for(
+            f"{name}.{numbers[0]}.{sizes.names[0]}", sizes.width, sizes.hidden
+        )
         width = context.parallel.shard("expert_width", name, sizes.width, scheme.block)
         self.name = name
+        self.names = sizes.names
         self.numbers = numbers
         self.count = len(numbers)
         self.total = sizes.experts
-        self.method: ExpertsMethod = scheme.experts(
+        self.method = context.experts(
+            scheme,
             ExpertsShape(
                 prefix=name,
                 count=len(numbers),
@@ -85,7 +88,8 @@ class Experts(Module):
                 shared_prefix=shared_name,
                 parts=parts,
                 held=placed,
-            )
+                names=sizes.names,
+            ),
         )
         self.input_format = self.method.input_format
         self.partial = tuple(dict.fromkeys(shard.axis for shard in (held, width) if shard.reduce))
@@ -99,9 +103,7 @@ class Experts(Module):
         """Yield the module paths of the experts of other ranks."""
         for expert in range(self.total):
             if expert not in self.numbers:
-                yield from (
-                    f"{self.name}.{expert}.{part}" for part in ("gate_proj", "up_proj", "down_proj")
-                )
+                yield from (f"{self.name}.{expert}.{part}" for part in self.names)
 
     def finalize(self) -> None:
         """Convert the loaded weights into the form that the method computes with."""
@@ -174,12 +176,13 @@ class Moe(Module):
     @staticmethod
     def _fused_shared_count(context: BuildContext, name: str, sizes: MoeSizes) -> int:
         """Return the number of further experts that hold the shared expert; 0: it is not fused."""
-        scheme = context.scheme_for(f"{name}.experts.0.gate_proj")
+        scheme = context.scheme_for(f"{name}.experts.0.{sizes.names[0]}", sizes.width, sizes.hidden)
         together = (
             context.ops.route is not None
             and Moe._split_alike(context, name, sizes, scheme.block)
             and scheme.fused_shared
-            and scheme is context.scheme_for(f"{name}.shared_experts.gate_proj")
+            and scheme
+            is context.scheme_for(f"{name}.shared_experts.gate_proj", sizes.shared, sizes.hidden)
         )
         return sizes.shared // sizes.width if together and sizes.shared % sizes.width == 0 else 0
 

@@ -12,10 +12,12 @@ from glowplug.core.plan.checks.adaptive import given_costs
 from glowplug.core.plan.draft_model import DRAFT_SLOTS
 from glowplug.core.plan.fingerprint import plan_fingerprint
 from glowplug.core.plan.inputs import CALLER
+from glowplug.core.plan.kv_entries import planned_entries
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.loading import describe, failed
+from glowplug.core.plugin.offers import PolicyOffers
 from glowplug.core.plugin.options import Section
 from glowplug.core.plugin.slots import SLOTS, Slot
 
@@ -67,8 +69,19 @@ def _engine_plan(proposal: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...
         sampled_last_layer=values.sampled_last_layer,
         expandable_segments=values.expandable_segments,
         draft_costs=given_costs(proposal),
+        request_fields=_request_fields(proposal),
+        kv_entries=planned_entries(proposal),
+        draft_kv_entries=planned_entries(proposal.draft) if proposal.draft else (),
         chat_template=facts.model.chat_template if config.chat_template is not None else "",
     )
+
+
+def _request_fields(proposal: Proposal) -> str:
+    """Return the path of the model of the fields that the policy reads from requests."""
+    for chosen in proposal.chosen["policy"]:
+        if isinstance(chosen.offers, PolicyOffers):
+            return chosen.offers.request_fields
+    return ""
 
 
 def _with_digests(facts: Facts) -> Facts:

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from glowplug.core.facts.kv_layout import KVContext, KVEntries, KVEntry, KVLayout, local_heads
+from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.draft_shape import DraftShape
@@ -174,6 +176,11 @@ class EnginePlan:
     expandable_segments: bool = False
     #: components of a draft that is a whole model, in place of the target's; () if it is none
     draft_choices: tuple[Choice, ...] = ()
+    #: tensors of the KV cache, as the attention backend's offers declare them
+    kv_entries: tuple[KVEntry, ...] = ()
+    draft_kv_entries: tuple[KVEntry, ...] = ()  #: those of a draft that is a whole model
+    #: ``PolicyOffers.request_fields`` of the plan's policy
+    request_fields: str = ""
     #: source of the chat template that replaces the tokenizer's; "" for the tokenizer's own
     chat_template: str = ""
 
@@ -206,7 +213,26 @@ class EnginePlan:
             draft_choices=(),
             facts=replace(self.facts, model=self.facts.draft, draft=None),
             kv_dtype=self.dtype,
+            kv_entries=self.draft_kv_entries,
+            draft_kv_entries=(),
         )
+
+    @property
+    def local_kv_heads(self) -> int:
+        """Number of key heads that each rank stores in its KV cache."""
+        return local_heads(self.facts.model.num_kv_heads, axis_size("attn_tp", self.mesh))
+
+    def kv_layout(self, entries: KVEntries, options: Any = None) -> KVLayout:
+        """Return a rank's KV layout: the model's layers, then those of a draft in the same pool.
+
+        Args:
+            entries: the backend's ``AttentionOffers.kv_entries``.
+            options: the backend's options.
+        """
+        model = self.facts.model
+        layers = model.num_layers + self.sizes.draft_layers
+        context = KVContext(model, self.kv_dtype, self.local_kv_heads, layers, options)
+        return KVLayout(layers, self.sizes.page_size, entries(context))
 
     def title(self, slot: str) -> str:
         """Return the title of the first component in ``slot``; ``slot`` if it is empty."""

@@ -106,13 +106,13 @@ def watched(
         raise failure[0]
 
 
-#: hook -> type of its result, and name of the type of the result's elements; "" for any
-_RESULTS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "contribute_defaults": (dict, ""),
-    "check_plan": ((list, tuple), "Refusal"),
-    "plan_remarks": ((list, tuple), "Decision"),
-    "step_observers": ((list, tuple), ""),
-    "tuners": ((list, tuple), "Tuner"),
+#: hook -> type of its result, and name of the type of the result's elements ("": not checked)
+_RESULTS: dict[str, tuple[str, str]] = {
+    "contribute_defaults": ("dict", ""),
+    "check_plan": ("list", "Refusal"),
+    "plan_remarks": ("list", "Decision"),
+    "step_observers": ("list", ""),
+    "tuners": ("list", "Tuner"),
 }
 
 
@@ -121,12 +121,11 @@ def result_fault(hook: str, result: Any) -> str:
     if result is None or hook not in _RESULTS:
         return ""
     wanted, element = _RESULTS[hook]
-    if not isinstance(result, wanted):
-        name = "a dict" if wanted is dict else "a list"
-        return f"{type(result).__name__}, expected {name}"
-    for one in result:
+    if not isinstance(result, dict if wanted == "dict" else (list, tuple)):
+        return f"{type(result).__name__}, expected a {wanted}"
+    for one in result if element else ():
         names = [kind.__name__ for kind in type(one).__mro__]
-        if element and element not in names:
+        if element not in names:
             return f"a list with {one!r:.60}, expected a list of {element}"
     return ""
 
@@ -317,7 +316,24 @@ def import_factory(component: Component | Tuner, origin: str) -> Callable[..., A
     Raises:
         PluginLoadError: the class cannot be imported or is not callable.
     """
-    module, _, attribute = component.factory.partition(":")
+    label = f"{component.name!r} ({origin})"
+    found = imported(component.factory, label)
+    if not callable(found):
+        raise PluginLoadError(f"{component.factory} of {label} is not callable")
+    factory: Callable[..., Any] = found
+    return factory
+
+
+def imported(path: str, label: str) -> Any:
+    """Return the object at ``"package.module:Name"``.
+
+    Args:
+        label: owner of the object, for messages.
+
+    Raises:
+        PluginLoadError: it cannot be imported.
+    """
+    module, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
         assert isinstance(found, ModuleType)
@@ -325,12 +341,6 @@ def import_factory(component: Component | Tuner, origin: str) -> Callable[..., A
             found = getattr(found, part)
     except Exception as error:
         raise PluginLoadError(
-            f"{component.factory} of {component.name!r} ({origin}) could not be imported: "
-            f"{describe(error)}"
+            f"{path} of {label} could not be imported: {describe(error)}"
         ) from error
-    if not callable(found):
-        raise PluginLoadError(
-            f"{component.factory} of {component.name!r} ({origin}) is not callable"
-        )
-    factory: Callable[..., Any] = found
-    return factory
+    return found

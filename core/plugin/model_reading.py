@@ -6,12 +6,12 @@ registered model families, the format by ``quant_method`` among the quantization
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from glowplug.core.errors import FactsError
-from glowplug.core.facts.inventory import Inventory, count_declared, count_stored
+from glowplug.core.facts.inventory import Inventory, count_declared, count_online, count_stored
 from glowplug.core.facts.layer_sizes import LayerSizes
 from glowplug.core.facts.model_facts import ModelFacts, stated
 from glowplug.core.facts.model_folder import ArchitectureRules, Normalise
@@ -105,6 +105,26 @@ def complete(
         return ModelReading(facts, count_declared(facts, inventory, stored))
     prefix = family.offers.layer_prefix if family is not None else LAYER_PREFIX
     return ModelReading(facts, count_stored(facts, inventory, stored, prefix))
+
+
+def online_elements(
+    facts: ModelFacts,
+    models: Sequence[Registration],
+    kept: Callable[[str, int, int], float],
+    roles: frozenset[str],
+) -> Tally:
+    """Return the element counts of an unquantized model that is quantised while loading.
+
+    Args:
+        facts: the model's facts.
+        models: registered model families.
+        kept: see ``count_online``.
+        roles: see ``count_online``.
+    """
+    known = list(families(models))
+    family = next((one for one in known if _builds(one, facts.architecture)), None)
+    prefix = family.offers.layer_prefix if family is not None else LAYER_PREFIX
+    return count_online(facts, _inventory(facts, family, known)[0], kept, roles, prefix)
 
 
 def _inventory(

@@ -6,72 +6,26 @@ new incompatibility, add a field here and a check that reads it. Plan zone: no t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from glowplug.core.facts.inventory import Inventory
 from glowplug.core.facts.kv_layout import KVEntries
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import Normalise
-from glowplug.core.facts.stored_formats import Stored, StoredLeaf
+from glowplug.core.facts.stored_formats import OnlineWeight, Stored, StoredLeaf
 from glowplug.core.facts.weight_classes import LAYER_PREFIX
 from glowplug.core.plugin.byte_costs import AttentionStep, DecodingRows, ExpertsStep, MemoryUse
 from glowplug.core.plugin.modes import (
+    DEVICES as DEVICES,
     EVERY_MODE_EAGER as EVERY_MODE_EAGER,
     EVERY_MODE_GRAPH as EVERY_MODE_GRAPH,
+    FLOAT_DTYPES as FLOAT_DTYPES,
     Capture as Capture,
     Mode as Mode,
+    Offers as Offers,
 )
-
-DEVICES = frozenset({"cpu", "cuda"})
-FLOAT_DTYPES = frozenset({"float32", "bfloat16", "float16"})
-
-
-@dataclass(frozen=True)
-class Offers:
-    """The capabilities that a component of any slot declares.
-
-    Attributes:
-        devices: device types it runs on ("cpu", "cuda").
-        compute: CUDA compute capabilities it supports (90 = SM90); if empty, all from
-            ``least_compute`` on.
-        least_compute: lowest compute capability it supports; 0 for no limit.
-        dtypes: compute dtypes it supports, by torch's name.
-        modes: capture level per mode.
-        overlap: its code never waits for the device during a step, so the next step may be launched
-            before the results of this one are read.
-    """
-
-    devices: frozenset[str] = DEVICES
-    compute: frozenset[int] = frozenset()
-    least_compute: int = 0
-    dtypes: frozenset[str] = FLOAT_DTYPES
-    modes: Mapping[Mode, Capture] = field(default_factory=lambda: dict(EVERY_MODE_GRAPH))
-    overlap: bool = True
-
-    def runs_on(self, cards: Iterable[int]) -> bool:
-        """Return whether it supports CUDA devices of all these compute capabilities.
-
-        Args:
-            cards: compute capability of each device; an unknown one (0) always passes
-                ``least_compute``.
-        """
-        return all(
-            (not self.compute or card in self.compute) and not 0 < card < self.least_compute
-            for card in cards
-        )
-
-    @cached_property
-    def runs(self) -> frozenset[Mode]:
-        """Modes in which it can run."""
-        return frozenset(mode for mode, level in self.modes.items() if level >= Capture.EAGER)
-
-    @cached_property
-    def captures_in(self) -> frozenset[Mode]:
-        """Modes in which it can be part of a captured graph."""
-        return frozenset(mode for mode, level in self.modes.items() if level >= Capture.GRAPH)
 
 
 @dataclass(frozen=True)
@@ -85,6 +39,9 @@ class AttentionOffers(Offers):
         tree: it reads tree masks in verify steps; otherwise causal chains only.
         max_width: most query tokens per row in decode and verify steps; 0: any number.
         first_key: it observes ``Batch.first_key``.
+        kv_entries: function from a ``KVContext`` to the tensors that layers cache for each token.
+            The plan counts the cache's bytes from them, and a start whose ``kv_layout()`` returns
+            other ones is stopped. None: the usual entries of the model's kind.
         work: function from a prefill step to its peak device memory in bytes, including the output,
             but not the queries and the new cache entries; None: the byte budget estimates it.
         reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
@@ -122,7 +79,9 @@ class QuantizationOffers(Offers):
             tensor in the model's dtype.
         leaves: names of these tensors, with the bytes of their elements after loading.
         online: it can also quantize an unquantized checkpoint while loading.
-        online_bytes: bytes of a weight quantized while loading, without scales.
+        online_bytes: bytes of an element of a weight quantized while loading, without scales; or a
+            function from an ``OnlineWeight`` to the bytes of the whole weight after loading. It is
+            not called for embeddings, the head and routers, which stay in the compute dtype.
         block_shape: (rows, columns) of a weight block with one scale, or None.
         dequantizes: device types on which quantized weights are loaded in the compute dtype.
         cast_bytes: bytes of an activation element as its GEMMs read it on a device; 0 for the
@@ -142,7 +101,7 @@ class QuantizationOffers(Offers):
     stored: Stored | None = None
     leaves: tuple[StoredLeaf, ...] = ()
     online: bool = False
-    online_bytes: int = 1
+    online_bytes: int | Callable[[OnlineWeight], float] = 1
     block_shape: tuple[int, int] | None = None
     dequantizes: frozenset[str] = frozenset()
     cast_bytes: float = 0.0
@@ -392,6 +351,9 @@ class PolicyOffers(Offers):
 
     Attributes:
         uses_prefix: its order depends on the prefix cache.
+        request_fields: ``"package.module:Class"`` of a pydantic model of the fields that it reads
+            from a request's ``ext``; "" for none. The front checks them before it takes a request.
     """
 
     uses_prefix: bool = False
+    request_fields: str = ""

@@ -70,9 +70,9 @@ class AttentionOptions(Options):
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         kept = context.values.kv_dtype
-        return (
-            {"kv_error": f"a KV cache in {kept} is not measured"} if DTYPE_BYTES[kept] > 1 else {}
-        )
+        if DTYPE_BYTES.get(kept) == 1:
+            return {}
+        return {"kv_error": f"a KV cache in {kept} is not measured"}
 
 
 class QuantizationOptions(Options):

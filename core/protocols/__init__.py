@@ -81,6 +81,7 @@ from glowplug.core.protocols.sampling import (
     SpeculativeAlgorithm as SpeculativeAlgorithm,
 )
 from glowplug.core.protocols.scheduling import (
+    MOST_OVERTAKEN as MOST_OVERTAKEN,
     AdaptiveScheduler as AdaptiveScheduler,
     DraftPolicy as DraftPolicy,
     PrefixCache as PrefixCache,

@@ -134,7 +134,12 @@ class AttentionBackend(Protocol):
     mla_projected: ProjectedMla | None
 
     def kv_layout(self) -> KVLayout:
-        """Return the layout of the KV cache. Called before ``reserve``."""
+        """Return the layout of the KV cache; called before ``reserve``.
+
+        It is ``plan.kv_layout(entries)`` with the function that the offers declare as
+        ``kv_entries``. The layers of a draft follow the model's in the same pool. A layout that
+        the plan was not sized for stops the start.
+        """
         ...
 
     def reserve(self, limits: Limits) -> None:

@@ -10,7 +10,13 @@ from glowplug.core.protocols.attention import AttentionBackend
 from glowplug.core.protocols.ops import Ops
 from glowplug.core.protocols.parallel import Collectives
 from glowplug.core.protocols.parallel_stack import ParallelStack
-from glowplug.core.protocols.quantization import QuantizationScheme
+from glowplug.core.protocols.quantization import (
+    ExpertsMethod,
+    ExpertsShape,
+    LinearMethod,
+    LinearShape,
+    QuantizationScheme,
+)
 from glowplug.core.protocols.worker import Worker
 from glowplug.core.step.graph_pieces import DraftExtend, SplitPoints
 
@@ -63,6 +69,18 @@ class BuildContext:
         """Norms sum over the ranks, so layers before them return ``PartialSum``."""
         return hasattr(self.collectives, "reduced_norm")
 
-    def scheme_for(self, module: str) -> QuantizationScheme:
-        """Return the quantization scheme of a module path."""
-        return self.scheme if self.scheme.covers(module) else self.plain
+    def scheme_for(self, module: str, rows: int, columns: int) -> QuantizationScheme:
+        """Return the quantization scheme of a module with a weight [rows, columns]."""
+        return self.scheme if self.scheme.covers(module, rows, columns) else self.plain
+
+    def linear(self, scheme: QuantizationScheme, shape: LinearShape) -> LinearMethod:
+        """Return the method of a linear layer; that of ``plain`` if ``scheme`` hands it back."""
+        method = scheme.linear(shape) or self.plain.linear(shape)
+        assert method is not None, "the unquantized scheme hands nothing back"
+        return method
+
+    def experts(self, scheme: QuantizationScheme, shape: ExpertsShape) -> ExpertsMethod:
+        """Return the method of routed experts; that of ``plain`` if ``scheme`` hands them back."""
+        method = scheme.experts(shape) or self.plain.experts(shape)
+        assert method is not None, "the unquantized scheme hands nothing back"
+        return method

@@ -42,6 +42,10 @@ class LinearShape:
     wide: bool = False
 
 
+#: names of an expert's gate, up and down projections in most checkpoints
+EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
 @dataclass(frozen=True)
 class ExpertsShape:
     """The shape of a layer's routed experts on this rank.
@@ -49,8 +53,8 @@ class ExpertsShape:
     Gate and up projections are fused: w13 [E, 2 * inter, hidden], w2 [E, hidden, inter].
 
     Attributes:
-        prefix: module path up to "experts"; checkpoint names are ``{prefix}.{e}.gate_proj.weight``
-            and so on.
+        prefix: module path up to "experts"; the names of matrices in the checkpoint are
+            ``{prefix}.{expert}.{name}.weight`` for the ``names``.
         count: number of experts held on this rank.
         first: number of the first expert held; the rank holds ``first`` to ``first + count``, the
             end excluded.
@@ -66,6 +70,7 @@ class ExpertsShape:
         parts: True: results may be ``Parts``.
         held: numbers of the experts held, in order, if they are not ``first`` to ``first + count``.
             Only schemes that offer ``places_experts`` get this list.
+        names: names of the gate, up and down projections in the checkpoint.
     """
 
     prefix: str
@@ -80,6 +85,7 @@ class ExpertsShape:
     shared_prefix: str = ""
     parts: bool = False
     held: tuple[int, ...] | None = None
+    names: tuple[str, str, str] = EXPERT_NAMES
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -242,18 +248,24 @@ class QuantizationScheme(Protocol):
     block: int
     fused_shared: bool
 
-    def linear(self, shape: LinearShape) -> LinearMethod:
-        """Return the method of a linear layer, without loaded weights."""
+    def linear(self, shape: LinearShape) -> LinearMethod | None:
+        """Return the method of a linear layer, without loaded weights.
+
+        None hands the layer back to the unquantized scheme, for example because this rank's slice
+        is not a whole number of groups.
+        """
         ...
 
-    def experts(self, shape: ExpertsShape) -> ExpertsMethod:
-        """Return the method of a layer's routed experts, without loaded weights."""
+    def experts(self, shape: ExpertsShape) -> ExpertsMethod | None:
+        """Return the method of a layer's routed experts; None hands them back, as in ``linear``."""
         ...
 
-    def covers(self, module: str) -> bool:
+    def covers(self, module: str, rows: int, columns: int) -> bool:
         """Return whether the scheme quantizes a module; other modules use the unquantized scheme.
 
         Args:
             module: module path.
+            rows: rows of the weight in the checkpoint, before ranks split it.
+            columns: columns of that weight.
         """
         ...

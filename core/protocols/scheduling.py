@@ -91,7 +91,22 @@ class PrefixCache(Protocol):
 
 
 class SchedulingPolicy(Protocol):
-    """An order of admission and preemption, without state."""
+    """An order of admission and preemption, without state.
+
+    The time of all its decisions is ``worker.clock()``, which is the same on every rank and the
+    base of ``Sequence.arrival``. Fields that requests have for it (``PolicyOffers.request_fields``)
+    are in ``sequence.params.ext``, checked and complete.
+
+    A policy may also have these methods; they are called only if it has them:
+
+    - ``hold(sequence) -> float``: called once, when a sequence arrives. It is not admitted before
+      this time of the clock; 0: at once.
+    - ``reject(waiting) -> Mapping[int, RequestError]``: called before each step while sequences
+      wait. The sequences with these ids end with the error.
+    - ``preempts(first, running) -> Sequence | None``: called when the first sequence of ``order``
+      does not fit. It returns the running sequence to preempt for it, or None. A sequence that was
+      preempted ``MOST_OVERTAKEN`` times is no longer in ``running``.
+    """
 
     def order(self, waiting: Seq[Sequence], cached: Mapping[int, int]) -> list[Sequence]:
         """Return the waiting sequences in the order in which they should be admitted, each once.
@@ -108,6 +123,9 @@ class SchedulingPolicy(Protocol):
     def victim(self, running: Seq[Sequence]) -> Sequence:
         """Return the running sequence to preempt when no pages are free."""
         ...
+
+
+MOST_OVERTAKEN = 4  #: preemptions after which a sequence no longer gives way to waiting ones
 
 
 class DraftPolicy(Protocol):

@@ -1,8 +1,8 @@
 """Construction of one rank from a plan: components, model, weights, KV pool and loop.
 
 The rank is then warmed up and tested. Progress reports and failures name these phases:
-``build``, ``weights``, ``kernels`` (on a device: the largest steps run over a small pool, and their
-memory is measured), ``kv``, ``capture``, ``self-test``, ``ready``.
+``build``, ``weights``, ``kernels`` (on a device: the largest steps are measured), ``kv``,
+``capture``, ``self-test``, ``ready``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ from glowplug.core.protocols import Collectives, Model, ModelFamily, Scheduler, 
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
-from glowplug.core.startup.components import build_component, draft_extend_of, plain_scheme
+from glowplug.core.startup.components import (
+    build_component,
+    check_kv_layout,
+    draft_extend_of,
+    plain_scheme,
+)
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
 from glowplug.core.startup.grammars import rank_grammars
 from glowplug.core.startup.load_weights import load_model
@@ -65,6 +70,7 @@ def build_context(
         slot: build_component(plugins, plan.choice(slot), plan, worker)
         for slot in ("quantization", "attention", "ops")
     }
+    check_kv_layout(plan, components["attention"].kv_layout())
     joined = replace(worker, collectives=collectives)
     strategies = [
         build_component(plugins, choice, plan, joined) for choice in plan.choices_in("parallel")
@@ -298,10 +304,10 @@ class RankBuilder:
     def info(self, parallel: ParallelStack) -> dict[str, Any]:
         """Return this rank's part of /server_info.
 
-        These are the times of its start, the planned and measured bytes of each budget line and, if
-        ranks share the experts, how many of this rank's tokens chose each expert, by layer.
+        These are the times of its start, the bytes of each budget line and, if ranks share the
+        experts, how many of this rank's tokens chose each expert, by layer.
 
-        On the CPU only the touched part of the KV pool counts: untouched pages cost nothing.
+        On the CPU only the touched pages of the KV pool count.
         """
         sizes = self.plan.sizes
         info = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from glowplug.core.errors import GlowplugError, PluginLoadError
+from glowplug.core.facts.kv_layout import KVLayout
+from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.loading import (
     BUILT_IN,
@@ -120,6 +122,24 @@ def plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> Quanti
             scheme: QuantizationScheme = build_component(plugins, choice, plan, worker)
             return scheme
     raise GlowplugError("no registered quantization scheme reads unquantized weights")
+
+
+def check_kv_layout(plan: EnginePlan, layout: KVLayout) -> None:
+    """Compare the KV layout of the attention backend with the one that the plan was sized for.
+
+    Raises:
+        PluginLoadError: they differ; the message names the entries and bytes of both.
+    """
+    planned = plan.kv_layout(lambda context: plan.kv_entries)
+    if not plan.kv_entries or layout == planned:
+        return
+    tokens = plan.sizes.num_pages * plan.sizes.page_size
+    raise PluginLoadError(
+        f"{plan.title('attention')}: kv_layout() contradicts the plan. It returns {layout} "
+        f"({human(tokens * layout.token_bytes)} in all); the plan has {planned} "
+        f"({human(tokens * planned.token_bytes)} in all). Fix: return "
+        "plan.kv_layout(entries) with the function declared as AttentionOffers.kv_entries"
+    )
 
 
 def draft_extend_of(plan: EnginePlan) -> DraftExtend:

@@ -18,6 +18,8 @@ TORCH_DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
 }
 
 
@@ -42,9 +44,9 @@ class KVPool:
         self.layers: tuple[Mapping[str, torch.Tensor], ...] = tuple(
             {
                 entry.name: _zeros((tokens, *entry.shape), TORCH_DTYPES[entry.dtype], device)
-                for entry in layout.entries
+                for entry in layout.of_layer(layer)
             }
-            for _ in range(layout.layers)
+            for layer in range(layout.layers)
         )
 
     @property

@@ -34,6 +34,9 @@ class SamplingParams(
     ``regex``, ``ebnf`` or ``structural_tag`` (SGLang's); ``grammar`` is what they become, and the
     only one of them that is kept.
 
+    ``ext``: fields that components of the plan declare for requests, such as a policy's
+    (``PolicyOffers.request_fields``).
+
     Raises:
         RequestError: a value is out of bounds; ``param`` names it.
     """
@@ -64,6 +67,7 @@ class SamplingParams(
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: Any = None
+    ext: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Check the fields.
@@ -183,6 +187,13 @@ def _structured(kind: str) -> Callable[[SamplingParams, str], None]:
     return check
 
 
+def _ext(params: SamplingParams, name: str) -> None:
+    if params.ext is not None and not (
+        isinstance(params.ext, dict) and all(isinstance(key, str) for key in params.ext)
+    ):
+        raise RequestError("ext must map names of fields to values", param=name)
+
+
 def _logit_bias(params: SamplingParams, name: str) -> None:
     if params.logit_bias is None:
         return
@@ -233,6 +244,7 @@ _CHECKS: dict[str, _Check] = {
     "regex": _structured("regex"),
     "ebnf": _structured("grammar"),
     "structural_tag": _structured("structural_tag"),
+    "ext": _ext,
 }
 _DEFAULTS = tuple((field.name, field.default) for field in msgspec.structs.fields(SamplingParams))
 
@@ -277,6 +289,7 @@ class Sequence:
         stop_ids: token ids that end the sequence (eos unless ignored, and ``stop_token_ids``).
         started: monotonic time of this rank at which it first entered a row; None before.
         prefilled: True: the time of its first token has been reported.
+        held_until: time before which the scheduling policy does not admit it; 0: at once.
         grammar: its compiled grammar (``core.engine.constraint.SequenceGrammar``); None: any token
             may follow.
     """
@@ -294,6 +307,7 @@ class Sequence:
     preemptions: int = 0
     started: float | None = None
     prefilled: bool = False
+    held_until: float = 0.0
     grammar: Any = None
 
     @property

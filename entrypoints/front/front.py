@@ -34,6 +34,7 @@ from glowplug.core.step.request import DEFAULT_ADMISSION, Admission, SamplingPar
 from glowplug.core.text.stop_strings import OutputProcessor
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.delta import Delta, Times, VerifiedDrafts
+from glowplug.entrypoints.front.request_fields import RequestFields
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +141,7 @@ class Front:
         self.stats = Stats()
         self.last_received = time.monotonic()
         self.progress: dict[int, Progress] = {}
+        self._fields = RequestFields(plan)
         self._next_id = 1
         self._seeds = random.Random(plan.seed)
 
@@ -159,6 +161,7 @@ class Front:
             RequestError: the request cannot be served.
         """
         ids = self._ids(prompt)
+        params = self._fields.checked(params)
         if self.tokenizer is None and params.stop:
             raise RequestError(
                 "stop strings need a tokenizer, and this engine runs without one", param="stop"

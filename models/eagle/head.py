@@ -14,10 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from glowplug.core.layers.attention import MhaAttention, MlaAttention
+from glowplug.core.layers.attention import MlaAttention
 from glowplug.core.layers.decoder import DecoderLayer, DecoderModel
 from glowplug.core.layers.embedding import Embedding, LmHead
 from glowplug.core.layers.linear import Linear, Part
+from glowplug.core.layers.mha import MhaAttention
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module, Target
 from glowplug.core.layers.norm import RmsNorm

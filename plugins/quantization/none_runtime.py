@@ -38,5 +38,5 @@ class NoQuantization:
             return CudaExperts(shape, self._dtype, self._device)
         return DenseExperts(shape, self._dtype, self._device)
 
-    def covers(self, module: str) -> bool:
+    def covers(self, module: str, rows: int, columns: int) -> bool:
         return True

@@ -33,6 +33,7 @@ class Admitter:
         scored: returns True for a sequence that still needs log-probabilities of its prompt, which
             are not available for a cached prefix.
         complain: called with a description of each fault of the policy.
+        clock: the time of ``Sequence.held_until``.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Admitter:
         share: int,
         scored: Callable[[Sequence], bool],
         complain: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
         self.rows = rows
         self.queue = queue
@@ -57,6 +59,8 @@ class Admitter:
         self.share = share
         self.scored = scored
         self.complain = complain
+        self.clock = clock
+        self.held: set[int] = set()  # ids of sequences that the policy may hold
         self.queries = 0
         self.hits = 0
         self._blocked = False
@@ -70,6 +74,20 @@ class Admitter:
     def forget(self, id: int) -> None:
         """Remove the state kept for sequence ``id``, which has left the queue."""
         self._waits_for.pop(id, None)
+        self.held.discard(id)
+
+    def stuck(self) -> bool:
+        """Return True if a sequence waits for a row or for pages."""
+        full = len(self.rows.running) >= self.max_rows
+        return bool(len(self.queue)) and (self._blocked or full)
+
+    def ordered(self) -> list[Sequence]:
+        """Return the waiting sequences that are not held, in the policy's order."""
+        waiting = self.queue.sequences()
+        if self.held:
+            now = self.clock()
+            waiting = [sequence for sequence in waiting if sequence.held_until <= now]
+        return self.policy.order(waiting, CachedPrefixes(waiting, self.rows.cache))
 
     def admit(self, budget: int) -> list[Sequence]:
         """Move waiting sequences into rows until ``budget`` prefill tokens are used.
@@ -79,15 +97,14 @@ class Admitter:
         """
         admitted: list[Sequence] = []
         if (
-            self._blocked
+            (self._blocked and not self.held)
             or not len(self.queue)
             or budget <= 0
             or len(self.rows.running) >= self.max_rows
         ):
             return admitted
-        waiting = self.queue.sequences()
         deferred = 0
-        for sequence in self.policy.order(waiting, CachedPrefixes(waiting, self.rows.cache)):
+        for sequence in self.ordered():
             if budget <= 0 or len(self.rows.running) >= self.max_rows or deferred >= MOST_DEFERRED:
                 break
             if self.queue.get(getattr(sequence, "id", -1)) is not sequence:

@@ -38,7 +38,6 @@ every rank.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -57,11 +56,10 @@ from glowplug.plugins.scheduler.continuous import ContinuousOptions
 from glowplug.plugins.scheduler.continuous_admission import Admitter
 from glowplug.plugins.scheduler.continuous_checks import check_pages, check_size
 from glowplug.plugins.scheduler.continuous_decodes import NO_ROWS, Decodes
+from glowplug.plugins.scheduler.continuous_policy import Complaints, PolicyCalls
 from glowplug.plugins.scheduler.continuous_queue import QUEUED, Queue
 from glowplug.plugins.scheduler.continuous_rows import Rows
 from glowplug.plugins.scheduler.continuous_stats import count_end, count_step, snapshot
-
-logger = logging.getLogger("glowplug.engine")
 
 
 class Continuous:
@@ -81,8 +79,7 @@ class Continuous:
         self._inflight = 0
         self._committed = 0  # number of the last committed step
         self._out = StepOutput()
-        self._title = plan.title("policy")
-        self._complaints: set[str] = set()
+        self._complain = Complaints(plan.title("policy"))
 
     def bind(
         self,
@@ -115,7 +112,10 @@ class Continuous:
             share=self.options.share_prefill,
             scored=self._is_scored,
             complain=self._complain,
+            clock=self.clock,
         )
+        parts = self.rows, self.queue, self.admission, self.stats
+        self.calls = PolicyCalls(policy, *parts, self._complain)
         self.stats.pages_total = pages.total
 
     # ---- requests --------------------------------------------------------------------------------
@@ -133,6 +133,9 @@ class Continuous:
             )
         if sequence.id in self.queue or self._row_of(sequence.id) is not None:
             raise RequestError(f"sequence {sequence.id} exists already", code="duplicate_id")
+        if self.calls.holds is not None:
+            sequence.held_until = self.calls.holds(sequence)
+            self.admission.held.add(sequence.id)
         self.queue.add(sequence)
         self.admission.retry()
 
@@ -161,7 +164,14 @@ class Continuous:
         return True
 
     def expire(self) -> None:
-        """End sequences past their deadline; ``commit`` or ``take_pending`` reports them."""
+        """End sequences past their deadline, and those that the policy rejects.
+
+        ``commit`` or ``take_pending`` reports them.
+        """
+        for id, error in self.calls.rejected():
+            self._end(id)
+            self._out.finished.append(Finished(id, "error", None, str(error), error.code))
+            count_end(self.stats, "error")
         for id, kind in self.queue.overdue(self.clock()):
             waiting = self.queue.get(id)
             if kind == QUEUED and (waiting is None or waiting.preemptions):
@@ -177,6 +187,8 @@ class Continuous:
 
     def next_batch(self) -> Batch | None:
         self.expire()
+        if not self.calls.make_room(self._inflight):
+            return None
         decodes = self.decodes
         decodes.clear()
         kv_lens = NO_ROWS
@@ -224,30 +236,9 @@ class Continuous:
         while not self.decodes.reserve():
             if self._inflight:
                 return None
-            self._preempt()
+            self.calls.preempt()
             preempted = True
         return preempted
-
-    def _preempt(self) -> None:
-        running = list(self.rows.running.values())
-        assert len(running) > 1, (
-            "a sequence that runs alone must fit: the page accounting is broken"
-        )
-        sequence = self.policy.victim(running)
-        if not any(sequence is one for one in running):
-            self._complain("chose a victim that is not running: the newest is preempted instead")
-            sequence = running[-1]
-        self.rows.release(sequence.row)
-        sequence.preemptions += 1
-        self.stats.preemptions += 1
-        self.queue.put_back(sequence)
-        self.admission.retry()
-
-    def _complain(self, what: str) -> None:
-        """Log the fault ``what`` of the scheduling policy, once for each text."""
-        if what not in self._complaints:
-            self._complaints.add(what)
-            logger.error("%s %s", self._title, what)
 
     def _launch_chunks(
         self, decode_tokens: int, admit: bool = True

@@ -281,7 +281,7 @@ def test_modules_left_alone(checkpoint: Any) -> None:
 
     def covers(facts: ModelFacts, module: str) -> bool:
         scheme = make("quantization", "block_fp8", plan_for(facts), Worker(dtype=torch.float32))
-        return bool(scheme.covers(module))
+        return bool(scheme.covers(module, 128, 128))
 
     for known in (stored, skipping):
         assert covers(known, "model.layers.2.self_attn.o_proj")

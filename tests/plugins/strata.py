@@ -13,6 +13,7 @@ from glowplug.core.api import (
     AttentionOptions,
     Component,
     Inventory,
+    KVContext,
     KVEntry,
     LayerSizes,
     ModelFacts,
@@ -117,10 +118,10 @@ def stored_quads(model: ModelFacts, rows: int, columns: int) -> dict[str, Tensor
     }
 
 
-def stepped_entries(model: ModelFacts, dtype: str, heads: int) -> tuple[KVEntry, ...]:
+def stepped_entries(context: KVContext) -> tuple[KVEntry, ...]:
     return (
-        KVEntry("pairs", (heads, 2, model.head_dim), "int8"),
-        KVEntry("steps", (heads, 2), "float16"),
+        KVEntry("pairs", (context.heads, 2, context.model.head_dim), "int8"),
+        KVEntry("steps", (context.heads, 2), "float16"),
     )
 
 

@@ -10,10 +10,12 @@ every step, replayed or not, without the host's involvement.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
+from glowplug.core.facts.kv_layout import KVContext, KVEntry
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import (
@@ -23,8 +25,14 @@ from glowplug.core.plugin.offers import (
     SamplerOffers,
 )
 from glowplug.plugins.attention.mla.torch import TorchMlaOptions
+from glowplug.plugins.attention.shared.kv_layout import parted_latent_entries
 from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
+
+
+def rounded_entries(context: KVContext) -> tuple[KVEntry, ...]:
+    """Return the entries of ``torch_mla``, which hold rounded numbers in float16."""
+    return parted_latent_entries(replace(context, dtype="float16"))
 
 
 class TeacherOptions(TorchSamplerOptions):
@@ -89,7 +97,12 @@ def register_quantization_schemes() -> list[Component]:
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
-    offers = AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER), first_key=True)
+    offers = AttentionOffers(
+        kinds=frozenset({"mla"}),
+        kv_entries=rounded_entries,
+        modes=dict(EVERY_MODE_EAGER),
+        first_key=True,
+    )
     return [
         Component(
             "rounded_mla",

@@ -23,6 +23,7 @@ from tests.plugins.teacher import (
     PlainTorchOptions,
     RoundedMlaOptions,
     TeacherOptions,
+    rounded_entries,
 )
 
 #: logits by (number of the sequence, position of the token they predict), on the device, in the
@@ -169,7 +170,4 @@ class RoundedMla(TorchMla):
         return out
 
     def kv_layout(self) -> KVLayout:
-        plain = super().kv_layout()
-        return replace(
-            plain, entries=tuple(replace(entry, dtype="float16") for entry in plain.entries)
-        )
+        return self._plan.kv_layout(rounded_entries)

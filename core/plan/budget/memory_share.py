@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.facts.weight_classes import Tally
+from glowplug.core.facts.stored_formats import OnlineWeight
+from glowplug.core.facts.weight_classes import WHOLE, Tally
 from glowplug.core.plan.budget.counts import Counts
 from glowplug.core.plan.budget.step import DRAFT_STATE, RESERVED, workspace_lines
 from glowplug.core.plan.budget.units import human
-from glowplug.core.plan.budget.weights import Storage, weights_by_rank
+from glowplug.core.plan.budget.weights import QUANTISED, Storage, weights_by_rank
 from glowplug.core.plan.plan import BudgetLine, Decision
 from glowplug.core.plan.proposal import Proposal
+from glowplug.core.plugin.model_reading import online_elements
 
 CPU_SHARE = 0.7  #: share of a CPU's memory that is used, so that the machine stays usable
 CUDA_RESERVE = 0.02  #: share of a device's memory that is left free
@@ -105,37 +107,74 @@ def _memory_share(proposal: Proposal) -> MemoryShare:
 def _weight_lines(proposal: Proposal) -> list[BudgetLine]:
     """Return the budget lines of the model's weights and, with a draft, of the draft's weights."""
     storage = _storage(proposal)
-    lines = [
-        _weight_line(
-            proposal, WEIGHT_LINES[0], proposal.facts.model, proposal.elements, storage, False
-        )
-    ]
+    own = _elements(proposal, proposal.facts.model, proposal.elements)
+    lines = [_weight_line(proposal, WEIGHT_LINES[0], proposal.facts.model, own, storage, False)]
     if proposal.values.draft_layers:
-        model = proposal.facts.draft or proposal.facts.model
-        elements = proposal.draft_elements if proposal.facts.draft else proposal.elements
-        head = proposal.speculative is not None and proposal.speculative.offers.eagle_head
-        storage = replace(storage, online=0) if head else storage  # heads stay unquantised
-        lines.append(_weight_line(proposal, WEIGHT_LINES[1], model, elements, storage, not head))
+        lines.append(_draft_line(proposal, own, storage))
     draft = proposal.draft
     if draft is not None:
         model = draft.facts.model
-        storage = _storage(draft)
-        lines.append(_weight_line(draft, WEIGHT_LINES[1], model, draft.elements, storage, False))
+        elements = _elements(draft, model, draft.elements)
+        lines.append(_weight_line(draft, WEIGHT_LINES[1], model, elements, _storage(draft), False))
     return lines
+
+
+def _draft_line(proposal: Proposal, own: Tally, storage: Storage) -> BudgetLine:
+    """Return the budget line of a draft's layers that share the target's KV pool.
+
+    Args:
+        own: element counts of the target's checkpoint, which may hold them.
+        storage: form in which the target's weights are kept.
+    """
+    model = proposal.facts.draft or proposal.facts.model
+    elements = own if proposal.facts.draft is None else proposal.draft_elements
+    if proposal.speculative is not None and proposal.speculative.offers.eagle_head:
+        storage = replace(storage, online=0)  # heads stay unquantised
+        return _weight_line(proposal, WEIGHT_LINES[1], model, elements, storage, False)
+    if proposal.facts.draft is not None:
+        elements = _elements(proposal, model, elements)
+    return _weight_line(proposal, WEIGHT_LINES[1], model, elements, storage, True)
 
 
 def _storage(proposal: Proposal) -> Storage:
     """Return the form in which the weights of the proposal's model are kept."""
     scheme = proposal.quantization
     assert scheme is not None
+    each = scheme.offers.online_bytes
     return Storage(
         compute=DTYPE_BYTES[proposal.values.dtype],
         keeps=not scheme.options.dequantizes(proposal.values.device, scheme.offers),
         copies_latent=proposal.values.device == "cpu",
-        online=scheme.offers.online_bytes
-        if scheme.offers.online and proposal.facts.model.quant_method == "none"
-        else 0,
+        online=0 if callable(each) or not _quantises(proposal) else each,
     )
+
+
+def _quantises(proposal: Proposal) -> bool:
+    """Return whether the scheme quantises the proposal's model while loading."""
+    scheme = proposal.quantization
+    unquantized = proposal.facts.model.quant_method == "none"
+    return scheme is not None and scheme.offers.online and unquantized
+
+
+def _elements(proposal: Proposal, model: ModelFacts, stored: Tally) -> Tally:
+    """Return a model's element counts by kind.
+
+    They are counted anew if the scheme declares the bytes of each weight that it quantises.
+
+    Args:
+        model: the model, or the draft of a folder of its own.
+        stored: element counts of its checkpoint.
+    """
+    scheme = proposal.quantization
+    each = scheme.offers.online_bytes if scheme is not None and _quantises(proposal) else 0
+    if scheme is None or not callable(each) or model.quant_method != "none":
+        return stored
+    element = DTYPE_BYTES[proposal.values.dtype]
+
+    def kept(module: str, rows: int, columns: int) -> float:
+        return each(OnlineWeight(module, rows, columns, element, scheme.options))
+
+    return online_elements(model, proposal.plugins.components("model"), kept, QUANTISED | {WHOLE})
 
 
 def _weight_line(

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from glowplug.core.errors import Refusal
-from glowplug.core.facts.kv_layout import DTYPE_BYTES, USUAL_ENTRIES, local_heads
-from glowplug.core.facts.mesh import axis_size
+from glowplug.core.facts.kv_layout import DTYPE_BYTES, KVLayout
 from glowplug.core.plan.budget.counts import Counts
 from glowplug.core.plan.budget.memory_share import Budget
 from glowplug.core.plan.budget.units import GIB, human
+from glowplug.core.plan.kv_entries import kv_layers, planned_entries
 from glowplug.core.plan.plan import BudgetLine, Decision
 from glowplug.core.plan.proposal import Proposal
 
@@ -130,16 +130,10 @@ def _page_bytes(proposal: Proposal, size: int) -> _PageBytes:
 
 def kv_token_bytes(proposal: Proposal) -> int:
     """Return the bytes of KV cache of one token on a rank, over all layers."""
-    attention = proposal.attention
-    assert attention is not None
-    model = proposal.facts.model
-    entries = USUAL_ENTRIES[model.kind]
-    if model.kind in attention.offers.kinds:  # a backend of another kind has been refused
-        entries = attention.offers.kv_entries or entries
-    heads = local_heads(model.num_kv_heads, axis_size("attn_tp", proposal.values.mesh))
-    cached = entries(model, proposal.values.kv_dtype, heads)
-    layers: int = model.num_layers + proposal.values.draft_layers
-    return layers * sum(entry.token_bytes for entry in cached)
+    entries = planned_entries(proposal)
+    if any(entry.dtype not in DTYPE_BYTES for entry in entries):
+        return 1  # refused by ``check_kv_entries``
+    return KVLayout(kv_layers(proposal), 1, entries).token_bytes or 1
 
 
 def page_state_bytes(proposal: Proposal) -> int:

@@ -107,8 +107,8 @@ def number_bytes(kind: WeightKind, storage: Storage) -> float:
         return 4
     if kind.role == TIED:
         return 2 * kept
-    if kind.role == KV_UP and (storage.copies_latent or kept != storage.compute):
-        return kept + storage.compute
+    if kind.role == KV_UP:
+        return kept + storage.compute * (storage.copies_latent + (kept != storage.compute))
     return kept
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from glowplug.core.errors import Refusal
-from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.kv_layout import DTYPE_BYTES, KVLayout, entry_faults
+from glowplug.core.facts.mesh import divides
 from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
 from glowplug.core.plan.checks.suggestions import suggestions
+from glowplug.core.plan.kv_entries import kv_layers, planned_entries
 from glowplug.core.plan.proposal import Proposal
 
 
@@ -47,7 +49,7 @@ def check_kv_dtype(proposal: Proposal) -> Iterator[Refusal]:
         same_size = [
             dtype
             for dtype in sorted(chosen.offers.kv_dtypes)
-            if DTYPE_BYTES[dtype] == DTYPE_BYTES[kv_dtype] == 1
+            if DTYPE_BYTES.get(dtype) == DTYPE_BYTES.get(kv_dtype) == 1
         ]
         instead_of = " or ".join(f'"{dtype}"' for dtype in ["auto", *same_size])
         fix = f"attention.kv_dtype = {instead_of}" + (
@@ -61,6 +63,29 @@ def check_kv_dtype(proposal: Proposal) -> Iterator[Refusal]:
             f"{listed(chosen.offers.kv_dtypes)}, not in {kv_dtype}",
             fix,
             field="attention.kv_dtype",
+        )
+
+
+@reads("attention", "speculative")
+def check_kv_entries(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse declared KV entries from which no cache can be made."""
+    chosen = proposal.attention
+    if chosen is None or proposal.speculative is None:
+        return
+    kv_dtype = proposal.values.kv_dtype
+    if kv_dtype not in chosen.offers.kv_dtypes or not divides(proposal.values.mesh):
+        return  # refused by ``check_kv_dtype``, or by the checks of ranks
+    layout = KVLayout(kv_layers(proposal), 1, planned_entries(proposal))
+    for fault in entry_faults(layout):
+        yield refuse(
+            proposal,
+            "attention",
+            chosen,
+            f"{chosen.name} declares KV entries of which no cache can be made: {fault}",
+            f"another backend, or a version of {proposal.origin('attention', chosen.name)} whose "
+            "AttentionOffers.kv_entries returns entries in the dtypes "
+            f"{listed(DTYPE_BYTES)} for layers 0 to {layout.layers - 1}",
+            field="attention.kv_dtype" if kv_dtype not in DTYPE_BYTES else "",
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from glowplug.core.protocols import (
 )
 from glowplug.core.testing.harness.plans import bare_plan
 
+Method = TypeVar("Method", LinearMethod, ExpertsMethod)
 EXPERTS = 4  #: experts of a layer
 CHOSEN = 2  #: experts of a token
 
@@ -82,6 +83,12 @@ class QuantizationSuite:
                 target.store(value[target.index])
         method.finalize()
 
+    def taken(self, method: Method | None) -> Method:
+        """Return a method that the scheme must not hand back; the test is skipped if it does."""
+        if method is None:
+            pytest.skip("the scheme hands layers of this shape back")
+        return method
+
     def linear(self, **changes: Any) -> tuple[LinearMethod, Tensor, Tensor | None]:
         """Return a loaded method of two fused parts, its weight and its bias on this rank.
 
@@ -110,7 +117,7 @@ class QuantizationSuite:
             if shape.bias:
                 tensors[f"{part}.bias"] = self.random(full[0], seed=9 + at)
                 biases.append(tensors[f"{part}.bias"][held])
-        method = self.scheme.linear(shape)
+        method = self.taken(self.scheme.linear(shape))
         self.load(method, tensors)
         return method, torch.cat(rows).double(), torch.cat(biases).double() if biases else None
 
@@ -148,7 +155,7 @@ class QuantizationSuite:
             gate, up, down = (self.value(weight).double() for weight in weights)
             if expert in shape.numbers:
                 found.append((gate[held], up[held], down[:, held]))
-        method = self.scheme.experts(shape)
+        method = self.taken(self.scheme.experts(shape))
         self.load(
             method, {n: t for n, t in tensors.items() if int(n.split(".")[2]) in shape.numbers}
         )
@@ -257,11 +264,12 @@ class QuantizationSuite:
         scheme = self.scheme
         unit = self.unit
         shape = LinearShape("m.one", ("m.one",), (unit,), unit, (0,), 0, ((unit, unit),), bias=True)
-        names = {target.name for target in scheme.linear(shape).targets()}
+        names = {target.name for target in self.taken(scheme.linear(shape)).targets()}
         leaves = self.store(self.random(unit, unit))
         assert {f"m.one.{leaf}" for leaf in leaves} <= names and "m.one.bias" in names
 
     def test_it_states_what_it_covers_and_where_it_may_be_split(self) -> None:
         scheme = self.scheme
         assert scheme.block >= 1 and self.unit % scheme.block == 0
-        assert all(isinstance(scheme.covers(name), bool) for name in ("lm_head", "model.layers.0"))
+        for name in ("lm_head", "model.layers.0.mlp.up_proj"):
+            assert isinstance(scheme.covers(name, 4 * self.unit, 6 * self.unit), bool)

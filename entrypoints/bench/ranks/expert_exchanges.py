@@ -50,7 +50,9 @@ class ExpertExchanges:
         self._sharers = len(group("moe_tp", context.worker.rank, plan.mesh))
         width = model.sizes.expert_width
         expert = ExpertsShape(f"{name}.experts", 1, 0, model.hidden_size, width, 0, width, 1)
-        self._reader = context.scheme_for(f"{name}.experts.0.gate_proj").experts(expert)
+        gate = f"{name}.experts.0.gate_proj"
+        scheme = context.scheme_for(gate, width, model.hidden_size)
+        self._reader = context.experts(scheme, expert)
         self._cast = caster(context.ops, self._reader)
 
     def operations(self, tokens: Iterable[int]) -> Iterator[Operation]:

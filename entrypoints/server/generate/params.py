@@ -130,6 +130,7 @@ def openai_params(
         skip_special_tokens=fields.skip_special_tokens,
         include_stop_str_in_output=fields.include_stop_str_in_output,
         allowed_token_ids=fields.allowed_token_ids,
+        ext=fields.ext,
         grammar=grammar_of(fields),
         **_shared(fields, fields.min_tokens),
     )
@@ -148,6 +149,7 @@ def native_params(
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=fields.skip_special_tokens,
         include_stop_str_in_output=fields.no_stop_trim,
+        ext=fields.ext,
         grammar=grammar_of(fields),
         **_shared(fields, fields.min_new_tokens),
     )

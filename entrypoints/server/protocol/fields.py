@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -72,5 +72,8 @@ class SamplingFields(OpenAIGrammarFields):
     rid: RequestId | None = Field(None, description="alias of request_id")
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="requests share cached prefixes only if their salts are equal"
+    )
+    ext: dict[str, Any] | None = Field(
+        None, description="fields that components of the engine declare for requests"
     )
     model: Annotated[str, Field(max_length=512)] | None = None

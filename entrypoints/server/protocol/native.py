@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -45,6 +45,9 @@ class NativeSampling(GrammarFields):
     ignore_eos: Bool = False
     skip_special_tokens: Bool = True
     no_stop_trim: Bool = Field(False, description="keep the stop string in the text")
+    ext: dict[str, Any] | None = Field(
+        None, description="fields that components of the engine declare for requests"
+    )
 
 
 class GenerateRequest(Body):

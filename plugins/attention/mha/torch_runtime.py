@@ -15,7 +15,6 @@ from glowplug.kernels.mha import reference as mha_reference
 from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mha.torch import TorchMhaOptions
 from glowplug.plugins.attention.shared.entry_moves import TorchEntryMoves
-from glowplug.plugins.attention.shared.kv_layout import kv_layout, local_kv_heads
 from glowplug.plugins.attention.shared.torch_groups import (
     Group,
     GroupLimits,
@@ -43,7 +42,7 @@ class TorchMha:
         self._groups: list[Group | LongRow] = []
         self._kv_slots: Tensor | None = None
         self._moves = TorchEntryMoves()
-        self._kv_heads = local_kv_heads(plan)
+        self._kv_heads = plan.local_kv_heads
         self._head_dim = plan.facts.model.head_dim
         per_key = 2 * self._kv_heads * self._head_dim
         self._limits = GroupLimits(
@@ -51,7 +50,7 @@ class TorchMha:
         )
 
     def kv_layout(self) -> KVLayout:
-        return kv_layout(self._plan, head_entries)
+        return self._plan.kv_layout(head_entries)
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv

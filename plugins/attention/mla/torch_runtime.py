@@ -18,7 +18,7 @@ from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mla.torch import TorchMlaOptions
 from glowplug.plugins.attention.shared.entry_moves import TorchEntryMoves
 from glowplug.plugins.attention.shared.host_row import HostRow, host_row
-from glowplug.plugins.attention.shared.kv_layout import kv_layout, parted_latent_entries
+from glowplug.plugins.attention.shared.kv_layout import parted_latent_entries
 from glowplug.plugins.attention.shared.torch_groups import (
     Group,
     GroupLimits,
@@ -60,7 +60,7 @@ class TorchMla:
         )
 
     def kv_layout(self) -> KVLayout:
-        return kv_layout(self._plan, parted_latent_entries)
+        return self._plan.kv_layout(parted_latent_entries)
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv

@@ -19,7 +19,6 @@ from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, ProjectedMla, Wo
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.mha.store import mha_store
 from glowplug.plugins.attention.shared.entry_moves import entry_moves
-from glowplug.plugins.attention.shared.kv_layout import kv_layout, local_kv_heads
 
 
 class PagedMha:
@@ -42,7 +41,7 @@ class PagedMha:
         self._plan = plan
         self._page_size = plan.sizes.page_size
         self._heads = facts.num_heads // axis_size("attn_tp", plan.mesh)
-        self._kv_heads = local_kv_heads(plan)
+        self._kv_heads = plan.local_kv_heads
         self._head_dim = facts.head_dim
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._kv: tuple[Mapping[str, Tensor], ...] = ()
@@ -103,7 +102,7 @@ class PagedMha:
     # ---- AttentionBackend ------------------------------------------------------------------------
 
     def kv_layout(self) -> KVLayout:
-        return kv_layout(self._plan, head_entries)
+        return self._plan.kv_layout(head_entries)
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv

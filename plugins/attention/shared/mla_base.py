@@ -26,7 +26,6 @@ from glowplug.kernels.mla import reference as mla_reference
 from glowplug.kernels.paged import merge_states_reference
 from glowplug.plugins.attention.shared.absorbed import stored_is_faster
 from glowplug.plugins.attention.shared.entry_moves import entry_moves
-from glowplug.plugins.attention.shared.kv_layout import kv_layout
 from glowplug.plugins.attention.shared.prefill_bytes import most_keys
 from glowplug.plugins.attention.shared.prefill_calls import RaggedCall, RaggedRows, plan_ragged
 
@@ -174,7 +173,7 @@ class PagedMla:
     # ---- AttentionBackend ------------------------------------------------------------------------
 
     def kv_layout(self) -> KVLayout:
-        return kv_layout(self._plan, latent_entries)
+        return self._plan.kv_layout(latent_entries)
 
     def reserve(self, limits: Limits) -> None:
         self._kv = tuple(layer["kv"] for layer in limits.kv)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from glowplug.core.facts.stored_formats import quantization_config
 from glowplug.core.layers.module import Target
+from glowplug.core.layers.slices import expert_slices, linear_slices
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     ExpertsMethod,
@@ -22,12 +23,7 @@ from glowplug.core.protocols import (
 )
 from glowplug.kernels.formats import awq as awq_format
 from glowplug.plugins.quantization.awq.plugin import WORD, awq_group
-from glowplug.plugins.quantization.dense.layers import (
-    DenseExperts,
-    DenseLinear,
-    expert_slices,
-    linear_slices,
-)
+from glowplug.plugins.quantization.dense.layers import DenseExperts, DenseLinear
 from glowplug.plugins.quantization.shared.skipped_modules import left_alone, listed
 
 if TYPE_CHECKING:
@@ -153,7 +149,7 @@ class Awq:
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
         return AwqExperts(shape, self._dtype, self._device, self._source)
 
-    def covers(self, module: str) -> bool:
+    def covers(self, module: str, rows: int, columns: int) -> bool:
         return self._source.covers(module)
 
 

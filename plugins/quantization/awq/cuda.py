@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from glowplug.core.layers.slices import expert_slices, linear_slices
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     ExpertsMethod,
@@ -26,7 +27,7 @@ from glowplug.kernels.moe.narrow import int4_awq as moe_int4_awq
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.awq.cpu import Awq, AwqSource, Put
 from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
-from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense.layers import Biased
 from glowplug.plugins.quantization.shared.provider_choice import AWQ, AWQ_ROWS, ByShape
 from glowplug.plugins.quantization.shared.provider_tables import Table
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from glowplug.core.layers.slices import expert_slices, linear_slices
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     ExpertsMethod,
@@ -26,12 +27,7 @@ from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.formats import fp8
 from glowplug.kernels.launch.cards import tiles_run_on
 from glowplug.plugins.quantization.block_fp8.blocks import STORED, BlockWeight
-from glowplug.plugins.quantization.dense.layers import (
-    DenseExperts,
-    DenseLinear,
-    expert_slices,
-    linear_slices,
-)
+from glowplug.plugins.quantization.dense.layers import DenseExperts, DenseLinear
 from glowplug.plugins.quantization.shared.skipped_modules import left_alone
 
 if TYPE_CHECKING:
@@ -76,7 +72,7 @@ class BlockFp8:
             return DequantizedExperts(shape, self._dtype, self._device, self._native)
         return Fp8Experts(shape, self._dtype, self._device, self._format, self._native)
 
-    def covers(self, module: str) -> bool:
+    def covers(self, module: str, rows: int, columns: int) -> bool:
         weight = self._tensors.get(f"{module}.weight")
         if weight is not None:
             return weight.dtype == STORED

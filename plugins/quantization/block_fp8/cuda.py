@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from glowplug.core.layers.slices import expert_slices, linear_slices
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     ExpertsMethod,
@@ -41,7 +42,7 @@ from glowplug.plugins.quantization.block_fp8.weights import (
     whole_blocks,
 )
 from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
-from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense.layers import Biased
 from glowplug.plugins.quantization.shared.expert_bytes import provider_for_dtype
 from glowplug.plugins.quantization.shared.quantized_input import quantized
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from glowplug.core.layers.slices import expert_slices
 from glowplug.core.protocols import ExpertsShape, WeightTarget
 from glowplug.plugins.quantization.block_fp8.blocks import BlockWeight
 from glowplug.plugins.quantization.dense.experts_cuda import CudaExperts
-from glowplug.plugins.quantization.dense.layers import expert_slices
 
 
 class DequantizedExperts(CudaExperts):

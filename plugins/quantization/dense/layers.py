@@ -7,30 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from glowplug.core.layers.module import Target, part_of
+from glowplug.core.layers.module import Target
+from glowplug.core.layers.slices import expert_slices, linear_slices
 from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized, WeightTarget
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.moe import reference as moe_reference
-
-PARTS13 = ("gate_proj", "up_proj")  #: checkpoint matrices fused in w13, in order
-
-
-def linear_slices(
-    shape: LinearShape,
-) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], slice]]:
-    """Yield, for each checkpoint matrix of a linear layer, this rank's slice and its place.
-
-    Yields:
-        Module name, shape of the matrix, this rank's slice of it, and the slice's rows within the
-        fused weight.
-    """
-    begin = 0
-    for name, full, first, size in zip(
-        shape.parts, shape.full, shape.row_starts, shape.outputs, strict=True
-    ):
-        index = part_of(first, size, full[0]), part_of(shape.col_start, shape.inputs, full[1])
-        yield name, full, index, slice(begin, begin + size)
-        begin += size
 
 
 class Biased:
@@ -122,22 +103,3 @@ class DenseExperts:
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
         values = x.values if isinstance(x, Quantized) else x
         return self._run(values, self.w13, self.w2, ids, weights, self.activate)
-
-
-def expert_slices(
-    shape: ExpertsShape,
-) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], int, slice | None]]:
-    """Yield, for each checkpoint matrix of this rank's experts, the rank's slice and its place.
-
-    Yields:
-        Module name, shape of the matrix, this rank's slice of it, local number of the expert, and
-        the matrix's columns within w13 (None: it is w2).
-    """
-    width = part_of(shape.inter_start, shape.inter, shape.inter_full)
-    every = slice(None)
-    for local, expert in enumerate(shape.numbers):
-        prefix = f"{shape.prefix}.{expert}"
-        for half, part in enumerate(PARTS13):
-            span = slice(half * shape.inter, (half + 1) * shape.inter)
-            yield f"{prefix}.{part}", (shape.inter_full, shape.hidden), (width, every), local, span
-        yield f"{prefix}.down_proj", (shape.hidden, shape.inter_full), (every, width), local, None

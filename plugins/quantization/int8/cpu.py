@@ -15,6 +15,7 @@ from torch import Tensor
 
 from glowplug.core.facts.stored_formats import quantization_config
 from glowplug.core.layers.module import Target
+from glowplug.core.layers.slices import expert_slices, linear_slices
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     ExpertsMethod,
@@ -27,12 +28,7 @@ from glowplug.core.protocols import (
 )
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.formats import int8
-from glowplug.plugins.quantization.dense.layers import (
-    DenseExperts,
-    DenseLinear,
-    expert_slices,
-    linear_slices,
-)
+from glowplug.plugins.quantization.dense.layers import DenseExperts, DenseLinear
 from glowplug.plugins.quantization.int8.plugin import METHODS
 from glowplug.plugins.quantization.shared.skipped_modules import left_alone, listed
 
@@ -150,7 +146,7 @@ class W8A8Int8:
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
         return Int8Experts(shape, self._dtype, self._device, self._source, self._rounds)
 
-    def covers(self, module: str) -> bool:
+    def covers(self, module: str, rows: int, columns: int) -> bool:
         return self._source.covers(module)
 
 

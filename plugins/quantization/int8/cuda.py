@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
+from glowplug.core.layers.slices import expert_slices, linear_slices
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     ExpertsMethod,
@@ -29,7 +30,7 @@ from glowplug.kernels.gemm import int8 as int8_gemm
 from glowplug.kernels.moe.narrow import int8 as moe_int8
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
-from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense.layers import Biased
 from glowplug.plugins.quantization.int8.cpu import Int8Source, Put, W8A8Int8
 from glowplug.plugins.quantization.shared.libraries import library
 from glowplug.plugins.quantization.shared.provider_choice import INT8, INT8_ROWS, ByShape

@@ -1,0 +1,1 @@
+"""Earliest deadline first: a third-party scheduling policy for glowplug."""

@@ -1,0 +1,1 @@
+"""Group-wise int4 weights, quantised at load: a third-party quantization scheme for glowplug."""

@@ -1,0 +1,58 @@
+"""The declaration of the quantization scheme "int4_groups". It imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.api import (
+    EVERY_MODE_EAGER,
+    Component,
+    OnlineWeight,
+    QuantizationOffers,
+    QuantizationOptions,
+    hookimpl,
+)
+
+
+class Int4Options(QuantizationOptions):
+    use: Literal["int4_groups"] = "int4_groups"
+    group: int = Field(32, ge=2, multiple_of=2, description="inputs that share a scale")
+
+
+def fits(module: str, columns: int, group: int) -> bool:
+    """Return whether a module is quantised: its inputs are whole groups.
+
+    Experts and the head are left alone.
+    """
+    return columns % group == 0 and ".experts." not in module and module != "lm_head"
+
+
+def online_bytes(weight: OnlineWeight) -> float:
+    """Return the bytes of a loaded weight: half a byte per element, and float16 scales."""
+    elements = weight.rows * weight.columns
+    group = weight.options.group
+    if not fits(weight.module, weight.columns, group):
+        return elements * weight.element
+    return elements / 2 + 2 * elements / group
+
+
+@hookimpl
+def register_quantization_schemes() -> list[Component]:
+    offers = QuantizationOffers(
+        reads=frozenset({"none"}),
+        online=True,
+        online_bytes=online_bytes,
+        modes=dict(EVERY_MODE_EAGER),
+        devices=frozenset({"cpu"}),
+    )
+    return [
+        Component(
+            name="int4_groups",
+            options=Int4Options,
+            factory="glowplug_int4.runtime:Int4Groups",
+            offers=offers,
+            summary="int4 weights with a scale per group of inputs, quantised at load (CPU)",
+        )
+    ]
