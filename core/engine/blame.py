@@ -115,16 +115,28 @@ def result_fault(plan: EnginePlan, batch: Batch, result: StepResult) -> str:
         found = getattr(result, name)
         if found.shape != shape:
             return _result_failure(plan, f"{name} of shape {list(found.shape)}, not {list(shape)}")
-    counts, samples = result.counts, batch.samples
+    return _count_fault(plan, batch, result) or _token_fault(plan, result)
+
+
+def _count_fault(plan: EnginePlan, batch: Batch, result: StepResult) -> str:
+    """Return how the counts of a step break the contract; "" if they do not."""
+    counts = result.counts
+    samples = batch.samples
+    width = plan.sizes.width
     if (counts > width).any() or (counts[samples] < 1).any() or counts[~samples].any():
         expected = f"1 to {width} for rows that sample, 0 for others"
         return _result_failure(plan, f"counts {counts.tolist()}, not {expected}")
-    vocab = plan.facts.model.vocab_size
-    gained = result.tokens[np.arange(width) < counts[:, None]]
-    outside = gained[(gained < 0) | (gained >= vocab)]
-    if len(outside):
-        return _result_failure(plan, f"token {int(outside[0])} of a vocabulary of {vocab}")
     return ""
+
+
+def _token_fault(plan: EnginePlan, result: StepResult) -> str:
+    """Return the gained token that the vocabulary does not have; "" if there is none."""
+    vocab = plan.facts.model.vocab_size
+    gained = result.tokens[np.arange(plan.sizes.width) < result.counts[:, None]]
+    outside = gained[(gained < 0) | (gained >= vocab)]
+    if not len(outside):
+        return ""
+    return _result_failure(plan, f"token {int(outside[0])} of a vocabulary of {vocab}")
 
 
 def _result_failure(plan: EnginePlan, reason: str) -> str:

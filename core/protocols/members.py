@@ -33,7 +33,7 @@ def member_faults(slot: str, made: object, offers: Any = None) -> list[str]:
     Args:
         slot: name of the slot.
         made: the object that the component's factory returned.
-        offers: the component's offers, which tell the members that it needs; None: all members.
+        offers: the component's offers, on which the required members depend; None: all members.
 
     Returns:
         One clause for each member that is missing or takes other arguments; [] if there is none.

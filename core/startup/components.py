@@ -11,6 +11,7 @@ from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.loading import (
     BUILT_IN,
     PluginSource,
+    Registration,
     component_failure,
     describe,
     import_factory,
@@ -22,7 +23,7 @@ from glowplug.core.plugin.registry import (
     distribution_of,
     entry_point_sources,
 )
-from glowplug.core.protocols import QuantizationScheme, Worker
+from glowplug.core.protocols import QuantizationScheme, SpeculativeAlgorithm, Worker
 from glowplug.core.protocols.members import member_faults
 from glowplug.core.step.graph_pieces import DraftExtend
 
@@ -46,35 +47,43 @@ def build_component(plugins: PluginSet, choice: Choice, plan: EnginePlan, worker
         )
     options = found.component.options.model_validate(choice.options)
 
-    def failure(reason: str) -> PluginLoadError:
-        return PluginLoadError(
-            component_failure(
-                choice.slot, choice.name, found.distribution, found.version, "build", reason
-            )
-        )
-
     try:
         factory = import_factory(found.component, f"{found.distribution} {found.version}".rstrip())
         made = factory(options, plan, worker)
-    except GlowplugError as error:
-        if isinstance(error, PluginLoadError):
-            raise failure(str(error)) from error
-        raise
-    except (MemoryError, EOFError, OSError):  # the machine or a connection, not the component
+    except PluginLoadError as error:
+        raise _failure(choice, found, str(error)) from error
+    # the machine or a connection is at fault, not the component
+    except (GlowplugError, MemoryError, EOFError, OSError):
         raise
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
             raise
-        raise failure(describe(error)) from error
+        raise _failure(choice, found, describe(error)) from error
     faults = member_faults(choice.slot, made, found.component.offers)
-    if choice.slot == "speculative" and not faults and made.width() != plan.sizes.width:
-        faults = [
-            f"width() returns {made.width()}, but by its options' draft_shape() a decoding row "
-            f"computes {plan.sizes.width} tokens in a step, for which the plan has memory"
-        ]
+    if choice.slot == "speculative" and not faults:
+        faults = _width_faults(made, plan)
     if faults:
-        raise failure("; ".join(faults))
+        raise _failure(choice, found, "; ".join(faults))
     return made
+
+
+def _failure(choice: Choice, found: Registration, reason: str) -> PluginLoadError:
+    """Return the error for a component that cannot be built."""
+    return PluginLoadError(
+        component_failure(
+            choice.slot, choice.name, found.distribution, found.version, "build", reason
+        )
+    )
+
+
+def _width_faults(made: SpeculativeAlgorithm, plan: EnginePlan) -> list[str]:
+    """Return how the algorithm's width contradicts the plan; [] if it does not."""
+    if made.width() == plan.sizes.width:
+        return []
+    return [
+        f"width() returns {made.width()}, but by its options' draft_shape() a decoding row "
+        f"computes {plan.sizes.width} tokens in a step, for which the plan has memory"
+    ]
 
 
 def load_plugins_for(plan: EnginePlan) -> PluginSet:

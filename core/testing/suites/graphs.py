@@ -86,6 +86,24 @@ class GraphSuite:
             assert again[id].tokens == one.tokens, f"request {id} has other tokens when repeated"
             assert len(replayed[id].logprobs) == len(one.logprobs)
 
+    @staticmethod
+    def noted(graphs: Any) -> list[tuple[bool, int, bool]]:
+        """Return a list that grows with every step.
+
+        Its entries are (whether all rows decode, number of rows, whether the step has a graph).
+        """
+        found: list[tuple[bool, int, bool]] = []
+        graph_for = graphs.graph_for
+
+        def graph_of(batch: Any) -> object | None:
+            graph: object | None = graph_for(batch)
+            decodes = batch.num_decodes == batch.num_rows > 0
+            found.append((decodes, batch.num_rows, graph is not None))
+            return graph
+
+        graphs.graph_for = graph_of
+        return found
+
     # ---- tests -----------------------------------------------------------------------------------
 
     def test_tokens_are_those_of_eager_steps(self) -> None:
@@ -104,16 +122,7 @@ class GraphSuite:
             assert shapes, "the runner states no step to capture"
             assert len(set(shapes)) == len(shapes), "a shape is stated twice"
             most = max(rows for _, rows, width in shapes)
-            found: list[tuple[bool, int, bool]] = []
-            graph_for = graphs.graph_for
-
-            def noted(batch: Any) -> object | None:
-                graph = graph_for(batch)
-                decodes = batch.num_decodes == batch.num_rows > 0
-                found.append((decodes, batch.num_rows, graph is not None))
-                return graph
-
-            graphs.graph_for = noted  # type: ignore[method-assign]
+            found = self.noted(graphs)
             ranks.run([submit(1, [5, 6, 7], 6), submit(2, [9, 8], 6)])
         replayed = [graph for decodes, rows, graph in found if decodes and rows <= most]
         assert replayed and all(replayed), "a decode step was not replayed"

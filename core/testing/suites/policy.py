@@ -93,7 +93,7 @@ class PolicySuite:
     def test_a_newcomer_does_not_overtake_its_equals(
         self, policy: SchedulingPolicy, count: int
     ) -> None:
-        """Of sequences that differ in their arrival only, the first one comes first."""
+        """Sequences that differ in their arrival only keep its order."""
         waiting = [sequence(i, [1, 2, 3], arrival=float(i)) for i in range(count)]
         ordered = policy.order(waiting, dict.fromkeys(range(count), 0))
         assert [one.id for one in ordered] == list(range(count))

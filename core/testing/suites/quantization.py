@@ -6,7 +6,7 @@ checkpoint for a weight, and ``value``, the weight that they stand for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -29,6 +29,17 @@ from glowplug.core.testing.harness.plans import bare_plan
 Method = TypeVar("Method", LinearMethod, ExpertsMethod)
 EXPERTS = 4  #: experts of a layer
 CHOSEN = 2  #: experts of a token
+
+
+def apply_expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Return the result of an expert for one token, by definition."""
+    return down @ (torch.nn.functional.silu(gate @ x) * (up @ x))
+
+
+def held_rows(shape: LinearShape, parts: Sequence[Tensor]) -> Tensor:
+    """Return this rank's rows of the fused parts, in float64."""
+    spans = zip(parts, shape.row_starts, shape.outputs, strict=True)
+    return torch.cat([part[start : start + size] for part, start, size in spans]).double()
 
 
 class QuantizationSuite:
@@ -89,13 +100,14 @@ class QuantizationSuite:
             pytest.skip("the scheme hands layers of this shape back")
         return method
 
-    def linear(self, **changes: Any) -> tuple[LinearMethod, Tensor, Tensor | None]:
-        """Return a loaded method of two fused parts, its weight and its bias on this rank.
+    def named(self, module: str, weight: Tensor) -> dict[str, Tensor]:
+        """Return a checkpoint's tensors for the weight of ``module``."""
+        return {f"{module}.{leaf}": value for leaf, value in self.store(weight).items()}
 
-        ``changes`` replace fields of its ``LinearShape``.
-        """
+    def fused_shape(self) -> LinearShape:
+        """Return the shape of a linear layer of two fused parts."""
         unit = self.unit
-        shape = LinearShape(
+        return LinearShape(
             name="m.fused",
             parts=("m.first", "m.second"),
             outputs=(4 * unit, 2 * unit),
@@ -104,29 +116,11 @@ class QuantizationSuite:
             col_start=0,
             full=((4 * unit, 6 * unit), (2 * unit, 6 * unit)),
         )
-        shape = replace(shape, **changes)
-        tensors: dict[str, Tensor] = {}
-        rows = []
-        biases = []
-        for at, (part, full) in enumerate(zip(shape.parts, shape.full, strict=True)):
-            weight = self.random(*full, seed=at)
-            tensors |= {f"{part}.{leaf}": value for leaf, value in self.store(weight).items()}
-            held = slice(shape.row_starts[at], shape.row_starts[at] + shape.outputs[at])
-            columns = slice(shape.col_start, shape.col_start + shape.inputs)
-            rows.append(self.value(weight)[held, columns])
-            if shape.bias:
-                tensors[f"{part}.bias"] = self.random(full[0], seed=9 + at)
-                biases.append(tensors[f"{part}.bias"][held])
-        method = self.taken(self.scheme.linear(shape))
-        self.load(method, tensors)
-        return method, torch.cat(rows).double(), torch.cat(biases).double() if biases else None
 
-    def experts(
-        self, chosen: ExpertsShape | None = None, **changes: Any
-    ) -> tuple[ExpertsMethod, list[tuple[Tensor, Tensor, Tensor]]]:
-        """Return loaded experts, and (gate, up, down) of each one held on this rank."""
+    def experts_shape(self) -> ExpertsShape:
+        """Return the shape of a layer of experts, all on this rank."""
         unit = self.unit
-        shape = chosen or ExpertsShape(
+        return ExpertsShape(
             prefix="m.experts",
             count=EXPERTS,
             first=0,
@@ -136,29 +130,47 @@ class QuantizationSuite:
             inter_full=6 * unit,
             total=EXPERTS,
         )
-        shape = replace(shape, **changes)
-        sizes = {
-            "gate_proj": (shape.inter_full, shape.hidden),
-            "up_proj": (shape.inter_full, shape.hidden),
-            "down_proj": (shape.hidden, shape.inter_full),
+
+    def expert_weights(self, shape: ExpertsShape, expert: int) -> dict[str, Tensor]:
+        """Return the random weights of an expert in the checkpoint, by the names of its parts."""
+        wide = (shape.inter_full, shape.hidden)
+        sizes = (wide, wide, wide[::-1])
+        return {
+            name: self.random(*size, seed=10 * expert + at)
+            for at, (name, size) in enumerate(zip(shape.names, sizes, strict=True))
         }
+
+    def linear(self, **changes: Any) -> tuple[LinearMethod, Tensor, Tensor | None]:
+        """Return a loaded method of two fused parts, its weight and its bias on this rank.
+
+        ``changes`` replace fields of its ``LinearShape``.
+        """
+        shape = replace(self.fused_shape(), **changes)
+        weights = [self.random(*full, seed=at) for at, full in enumerate(shape.full)]
+        added = [self.random(full[0], seed=9 + at) for at, full in enumerate(shape.full)]
         tensors: dict[str, Tensor] = {}
+        for part, weight, bias in zip(shape.parts, weights, added, strict=True):
+            tensors |= self.named(part, weight) | ({f"{part}.bias": bias} if shape.bias else {})
+        method = self.taken(self.scheme.linear(shape))
+        self.load(method, tensors)
+        columns = slice(shape.col_start, shape.col_start + shape.inputs)
+        values = [self.value(weight)[:, columns] for weight in weights]
+        return method, held_rows(shape, values), held_rows(shape, added) if shape.bias else None
+
+    def experts(self, **changes: Any) -> tuple[ExpertsMethod, list[tuple[Tensor, Tensor, Tensor]]]:
+        """Return loaded experts, and (gate, up, down) of each one held on this rank."""
+        shape = replace(self.experts_shape(), **changes)
         held = slice(shape.inter_start, shape.inter_start + shape.inter)
+        tensors: dict[str, Tensor] = {}
         found = []
-        for expert in range(shape.total):
-            weights = [
-                self.random(*size, seed=10 * expert + at) for at, size in enumerate(sizes.values())
-            ]
-            for name, weight in zip(sizes, weights, strict=True):
-                path = f"{shape.prefix}.{expert}.{name}"
-                tensors |= {f"{path}.{leaf}": value for leaf, value in self.store(weight).items()}
-            gate, up, down = (self.value(weight).double() for weight in weights)
-            if expert in shape.numbers:
-                found.append((gate[held], up[held], down[:, held]))
+        for expert in shape.numbers:
+            weights = self.expert_weights(shape, expert)
+            for name, weight in weights.items():
+                tensors |= self.named(f"{shape.prefix}.{expert}.{name}", weight)
+            gate, up, down = (self.value(weight).double() for weight in weights.values())
+            found.append((gate[held], up[held], down[:, held]))
         method = self.taken(self.scheme.experts(shape))
-        self.load(
-            method, {n: t for n, t in tensors.items() if int(n.split(".")[2]) in shape.numbers}
-        )
+        self.load(method, tensors)
         return method, found
 
     def close(self, got: Tensor, expected: Tensor) -> None:
@@ -233,10 +245,8 @@ class QuantizationSuite:
         for token, row in enumerate(ids.tolist()):
             for place, expert in enumerate(row):
                 if expert >= 0:
-                    gate, up, down = held[expert]
-                    value = x[token].double()
-                    inner = torch.nn.functional.silu(gate @ value) * (up @ value)
-                    expected[token] += float(weights[token, place]) * (down @ inner)
+                    result = apply_expert(x[token].double(), *held[expert])
+                    expected[token] += float(weights[token, place]) * result
         got = method.apply(x, ids, weights)
         assert not isinstance(got, Parts), "Parts were not asked for"
         self.close(got, expected)

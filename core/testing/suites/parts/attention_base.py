@@ -290,6 +290,30 @@ class AttentionSuite:
             self.expected(world, layer, args),
         )
 
+    def run(
+        self, backend: AttentionBackend, layer: MlaCase | MhaCase, args: list[Tensor]
+    ) -> Tensor:
+        """Run a layer in the planned step."""
+        return self.attend(backend, layer)(*(x.to(self.device, self.dtype) for x in args)).cpu()
+
+    def planned(self, worlds: list[World]) -> AttentionBackend:
+        """Return a backend over one cache per world, which has planned their common step."""
+        for world in worlds:
+            world.move(self.device, self.cached)
+        backend = self.backend(self.page_size)
+        backend.reserve(worlds[0].limits(tuple(world.pools for world in worlds)))
+        backend.plan_step(worlds[0].batch, None)
+        return backend
+
+    def check_stored(self, world: World, where: str) -> None:
+        """Check that the cache holds the entries of every row's tokens."""
+        for name in self.entries:
+            for index in range(len(world.rows)):
+                stored = world.pools[name].cpu()[world.kv_slots_of(index)]
+                assert torch.equal(stored.float(), world.cached[name][index]), (
+                    f"{where} has other entries {name!r} in row {index}"
+                )
+
     def test_each_layer_has_its_own_cache(self) -> None:
         """A step runs through the target's layers and those of a draft, which come after them."""
         generator = torch.Generator().manual_seed(12)
@@ -297,23 +321,11 @@ class AttentionSuite:
         worlds = [make_world(rows, self.page_size, 3) for _ in range(LAYERS)]
         layers = [replace(self.layer(generator), index=index) for index in range(LAYERS)]
         args = [self.arguments(world, generator) for world in worlds]
-        for world in worlds:
-            world.move(self.device, self.cached)
-        backend = self.backend(self.page_size)
-        backend.reserve(worlds[0].limits(tuple(world.pools for world in worlds)))
-        backend.plan_step(worlds[0].batch, None)
-        outs = [
-            self.attend(backend, layer)(*(x.to(self.device, self.dtype) for x in given)).cpu()
-            for layer, given in zip(layers, args, strict=True)
-        ]
-        for out, world, layer, given in zip(outs, worlds, layers, args, strict=True):
-            self.close(out, self.expected(world, layer, given))
-            for name in self.entries:
-                for index in range(len(rows)):
-                    stored = world.pools[name].cpu()[world.kv_slots_of(index)]
-                    assert torch.equal(stored.float(), world.cached[name][index]), (
-                        f"layer {layer.index} has other entries {name!r} in row {index}"
-                    )
+        backend = self.planned(worlds)
+        outs = [self.run(backend, *pair) for pair in zip(layers, args, strict=True)]
+        for index, world in enumerate(worlds):
+            self.close(outs[index], self.expected(world, layers[index], args[index]))
+            self.check_stored(world, f"layer {index}")
 
     def test_a_second_pool_replaces_the_first(self) -> None:
         """``reserve`` is called again after memory was measured; the first pool is gone."""
