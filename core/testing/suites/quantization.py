@@ -146,8 +146,8 @@ class QuantizationSuite:
         ``changes`` replace fields of its ``LinearShape``.
         """
         shape = replace(self.fused_shape(), **changes)
-        weights = [self.random(*full, seed=at) for at, full in enumerate(shape.full)]
-        added = [self.random(full[0], seed=9 + at) for at, full in enumerate(shape.full)]
+        weights = [self.random(*full) for full in shape.full]
+        added = [self.random(full[0], seed=9) for full in shape.full]
         tensors: dict[str, Tensor] = {}
         for part, weight, bias in zip(shape.parts, weights, added, strict=True):
             tensors |= self.named(part, weight) | ({f"{part}.bias": bias} if shape.bias else {})
