@@ -49,6 +49,8 @@ class GrammarBuilder:
         open_tokenizer: returns the model's tokenizer; called with the first grammar.
         vocab: number of tokens of a mask.
         cache_bytes: most bytes of grammars that are kept.
+        failure: function from an exception of the library to the text of the refusal; None: type
+            and message of the exception.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class GrammarBuilder:
         open_tokenizer: Callable[[], Tokenizer],
         vocab: int,
         cache_bytes: int,
+        failure: Callable[[Exception], str] | None = None,
     ) -> None:
         self.backend = backend
         self.vocab = vocab
         self.cache = GrammarCache(cache_bytes)
         self._open_tokenizer = open_tokenizer
+        self._failure = failure or (lambda error: f"{type(error).__name__}: {error}")
         self._tags: dict[tuple[str, str], TagTokens] = {}
 
     @cached_property
@@ -83,7 +87,7 @@ class GrammarBuilder:
         tokenizer = self._tokenizer
         compiled = self.cache.get(spec)
         if compiled is None:
-            compiled = self.backend.compile(spec)
+            compiled = self._compiled(spec)
             self.cache.put(spec, compiled)
         eos = frozenset(tokenizer.eos_ids)
         if not spec.closing:
@@ -94,3 +98,12 @@ class GrammarBuilder:
             tags = TagTokens(spec.opening, spec.closing, pieces, eos, self.vocab)
             self._tags[spec.opening, spec.closing] = tags
         return SequenceGrammar(compiled, spec, eos, tags)
+
+    def _compiled(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile ``spec``; an exception of the library becomes a RequestError."""
+        try:
+            return self.backend.compile(spec)
+        except (RequestError, MemoryError):
+            raise
+        except Exception as error:
+            raise RequestError(self._failure(error)) from error

@@ -40,6 +40,11 @@ class Stall:
     reason: str
 
 
+def fix(slot: str) -> str:
+    """Return the end of a reason: the phase, and what helps against a fault of ``slot``."""
+    return f" (phase serve; fix: correct the component, or choose another one: {slot}.use)"
+
+
 class StallWatch:
     """A watch over one group's scheduler and results. One thread uses it.
 
@@ -85,7 +90,8 @@ class StallWatch:
         waited = now - self._since
         if self._turns < STALL_TURNS or waited < STALL_SECONDS or not self.live:
             return None
-        reason = f"no step was launched or in flight for {waited:.1f} s: {self._holder(load)}"
+        holder = self._holder(load)
+        reason = f"no step was launched or in flight for {waited:.1f} s: {holder}{fix('policy')}"
         self._turns = 0
         return Stall(list(self.live), reason)
 
@@ -135,7 +141,7 @@ class StallWatch:
             return None
         reason = (
             f"{TOKENLESS_STEPS} consecutive steps yielded no token: "
-            f"{self._plan.title('speculative')} accepts none"
+            f"{self._plan.title('speculative')} accepts none{fix('speculative')}"
         )
         return Stall(found, reason)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from glowplug.core.config.schema import SECRETS, EngineConfig, recorded
-from glowplug.core.errors import PluginLoadError
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.model_folder import with_digest
 from glowplug.core.plan.checks.adaptive import given_costs
@@ -17,6 +16,7 @@ from glowplug.core.plan.kv_entries import planned_entries
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen
+from glowplug.core.plugin.loading import describe, failed
 from glowplug.core.plugin.offers import PolicyOffers
 from glowplug.core.plugin.options import Section
 from glowplug.core.plugin.slots import SLOTS, Slot
@@ -185,8 +185,6 @@ def _stated(proposal: Proposal, slot: Slot, chosen: Chosen) -> dict[str, str]:
     try:
         return chosen.options.without_effect(proposal.context(chosen.options))
     except Exception as error:
-        label = proposal.plugins.source_of(slot.name, chosen.name).label
-        raise PluginLoadError(
-            f"plugin {label}: without_effect of {slot.name} {chosen.name} failed: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        source = proposal.plugins.source_of(slot.name, chosen.name)
+        reason = f"without_effect of {slot.name} {chosen.name} failed: {describe(error)}"
+        raise failed(source, reason, "plan") from error

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from glowplug.core.config.parse import Parsed
-from glowplug.core.errors import ConfigError, PlanRefused, Refusal
+from glowplug.core.errors import ConfigError, GlowplugError, PlanRefused, Refusal
 from glowplug.core.facts.mesh import divides
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.budget.sizes import size
@@ -27,6 +27,7 @@ from glowplug.core.plan.freeze import freeze
 from glowplug.core.plan.inputs import Inputs, read_inputs, remarks_on_facts
 from glowplug.core.plan.plan import BudgetLine, Decision, EnginePlan, Sizes
 from glowplug.core.plan.proposal import Proposal
+from glowplug.core.plugin.loading import failure_in
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.plugin.slots import SLOTS
 
@@ -62,8 +63,45 @@ def plan(
     Raises:
         ConfigError: a part of the configuration could not be parsed.
         PlanRefused: the configuration cannot run. Both exceptions hold all refusals.
+        PluginLoadError: the code of a third party's plugin raised another exception.
     """
     plugins = plugins if plugins is not None else load_plugins()
+    try:
+        return _plan(
+            config,
+            plugins,
+            source=source,
+            lines=lines,
+            origins=origins,
+            hardware=hardware,
+            contributed=contributed,
+            prior=prior,
+            notes=notes,
+            unused=unused,
+        )
+    except GlowplugError:
+        raise
+    except Exception as error:
+        named = failure_in(plugins.sources, error, "plan")
+        if named is None:
+            raise
+        raise named from error
+
+
+def _plan(
+    config: Mapping[str, Any],
+    plugins: PluginSet,
+    *,
+    source: str,
+    lines: Mapping[str, int] | None,
+    origins: Mapping[str, str] | None,
+    hardware: HardwareFacts | None,
+    contributed: Mapping[str, Any] | None,
+    prior: Sequence[Refusal],
+    notes: Sequence[Decision],
+    unused: Mapping[str, str],
+) -> EnginePlan:
+    """Make the plan; the arguments are those of ``plan``."""
     places = {path: f"{source}:{line}" for path, line in (lines or {}).items()}
     places |= origins or {}
     inputs = read_inputs(config, plugins, hardware, contributed or {}, places)

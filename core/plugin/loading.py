@@ -15,15 +15,14 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pluggy
 
 from glowplug.core.errors import PluginLoadError
-from glowplug.core.plugin import offers as offers_module
-from glowplug.core.plugin.component import CONTRACT, Component, Options, Tuner
-from glowplug.core.plugin.options import OPTION_BASES
-from glowplug.core.plugin.slots import SLOTS, Slot
+from glowplug.core.plugin.component import CONTRACT, Component, Tuner
+from glowplug.core.plugin.declared.component import component_fault
+from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot
 
 BUILT_IN = "built in"
 #: contract of components of installed distributions that state none
@@ -109,13 +108,91 @@ def watched(
         raise failure[0]
 
 
+#: hook -> type of its result, and name of the type of the result's elements ("": not checked)
+_RESULTS: dict[str, tuple[str, str]] = {
+    "contribute_defaults": ("dict", ""),
+    "check_plan": ("list", "Refusal"),
+    "plan_remarks": ("list", "Decision"),
+    "step_observers": ("list", ""),
+    "tuners": ("list", "Tuner"),
+}
+
+
+def result_fault(hook: str, result: Any) -> str:
+    """Return how the result of a hook has another type than its specification; "" if not."""
+    if result is None or hook not in _RESULTS:
+        return ""
+    wanted, element = _RESULTS[hook]
+    if not isinstance(result, dict if wanted == "dict" else (list, tuple)):
+        return f"{type(result).__name__}, expected a {wanted}"
+    for one in result if element else ():
+        names = [kind.__name__ for kind in type(one).__mro__]
+        if element not in names:
+            return f"a list with {one!r:.60}, expected a list of {element}"
+    return ""
+
+
+def failed(source: PluginSource, reason: str, phase: str = "load plugins") -> PluginLoadError:
+    """Return the error for a faulty plugin, with what the operator can do."""
+    block = f"start without it (--block-plugin {source.name})"
+    fix = "report it" if source.distribution == BUILT_IN else f"correct or update {source.origin}"
+    return PluginLoadError(
+        f"plugin {source.label}: {reason}\n    phase: {phase} | fix: {fix}, or {block}"
+    )
+
+
+def component_failure(
+    slot: str, name: str, distribution: str, version: str, phase: str, reason: str
+) -> str:
+    """Return the message for a component that broke its contract or raised an exception.
+
+    Args:
+        slot: name of its slot.
+        name: name of the component.
+        distribution: distribution that registered it.
+        version: version of the distribution; "" for built-ins.
+        phase: what the engine was doing.
+        reason: the fault.
+    """
+    origin = f"{distribution} {version}".rstrip()
+    section = BY_NAME[slot].section
+    other = f"choose another component ({section}.use)" if section else "choose another model"
+    fix = "report it" if distribution == BUILT_IN else f"correct or update {origin}"
+    said = f"{slot} {name!r} ({origin}) failed in phase {phase}: {reason}"
+    return f"{said}\n    fix: {fix}, or {other}"
+
+
+def failure_in(
+    sources: Iterable[PluginSource], error: Exception, phase: str
+) -> PluginLoadError | None:
+    """Return the error for an exception that a third party's code raised outside its hooks.
+
+    Such code are the functions in offers and the methods of options.
+
+    Args:
+        sources: the loaded plugins.
+        error: the exception.
+        phase: what the engine was doing.
+
+    Returns:
+        The error, which names the plugin; None if no third party's code raised ``error``.
+    """
+    packages = {
+        str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        for frame, _ in list(traceback.walk_tb(error.__traceback__))[1:]
+    }
+    for source in sources:
+        package = source.target.partition(":")[0].partition(".")[0]
+        if source.distribution != BUILT_IN and package in packages:
+            return failed(source, f"raised {describe(error)}", phase)
+    return None
+
+
 def _hanging(thread: threading.Thread, source: PluginSource, seconds: float) -> PluginLoadError:
     """Return the error for a source whose loading exceeded the limit, with the thread's stack."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
-    return PluginLoadError(
-        f"plugin {source.label} did not finish loading within {seconds:g} s; it hangs at\n{stack}"
-    )
+    return failed(source, f"did not finish loading within {seconds:g} s; it hangs at\n{stack}")
 
 
 def load(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[Component]]:
@@ -133,9 +210,8 @@ def load(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[
         _undo(manager, source)
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise PluginLoadError(
-            f"plugin {source.label} could not be loaded: {describe(error)}{_absent(source, error)}"
-        ) from error
+        reason = f"could not be loaded: {describe(error)}{_absent(source, error)}"
+        raise failed(source, reason) from error
 
 
 def _registered(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[Component]]:
@@ -202,9 +278,7 @@ def _refuse_unknown_hooks(
                 caller.name, [n for n in known if n != caller.name], 1
             )
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise PluginLoadError(
-                f"plugin {source.label} implements {caller.name!r}, which is not a hook{hint}"
-            )
+            raise failed(source, f"implements {caller.name!r}, which is not a hook{hint}")
 
 
 def _components(
@@ -218,9 +292,9 @@ def _components(
             if impl.plugin is plugin:
                 made = impl.function()
                 if not isinstance(made, list):
-                    raise PluginLoadError(
-                        f"plugin {source.label}: {slot.hook} returned {type(made).__name__}, "
-                        "expected a list of Component"
+                    raise failed(
+                        source,
+                        f"{slot.hook} returned {type(made).__name__}, expected a list of Component",
                     )
                 for component in made:
                     _check_component(component, slot, source)
@@ -237,34 +311,9 @@ def _versioned(component: Component, source: PluginSource) -> Component:
 
 def _check_component(component: Any, slot: Slot, source: PluginSource) -> None:
     """Raise PluginLoadError if a component is not built as the resolver expects."""
-
-    def bad(reason: str) -> PluginLoadError:
-        return PluginLoadError(f"plugin {source.label}: {slot.hook}: {reason}")
-
-    if not isinstance(component, Component):
-        raise bad(f"{component!r} is not a Component")
-    offers = getattr(offers_module, slot.offers)
-    if not isinstance(component.offers, offers):
-        raise bad(
-            f"{component.name!r} has offers of type {type(component.offers).__name__}, "
-            f"expected {slot.offers}"
-        )
-    base = OPTION_BASES.get(slot.name, Options)
-    if not (isinstance(component.options, type) and issubclass(component.options, base)):
-        raise bad(f"the options of {component.name!r} must be a subclass of {base.__name__}")
-    if slot.section and component.name not in get_args(
-        component.options.model_fields["use"].annotation
-    ):
-        raise bad(
-            f"the options of {component.name!r} must declare use: Literal[{component.name!r}]"
-        )
-    if component.name == "auto":
-        raise bad("the name 'auto' is reserved: it lets the plan choose")
-    if ":" not in component.factory:
-        raise bad(
-            f"the factory of {component.name!r} must have the form 'package.module:Class', "
-            f"not {component.factory!r}"
-        )
+    fault = component_fault(component, slot)
+    if fault is not None:
+        raise failed(source, f"{slot.hook}: {fault}")
 
 
 def import_factory(component: Component | Tuner, origin: str) -> Callable[..., Any]:

@@ -32,7 +32,9 @@ from glowplug.core.plugin.loading import (
     PluginSource,
     Registration,
     describe,
+    failed,
     load,
+    result_fault,
     watched,
 )
 from glowplug.core.plugin.model_reading import ModelReading, architecture_rules, complete
@@ -106,7 +108,7 @@ class PluginSet:
             raise PluginLoadError(
                 f"two plugins register {slot} {component.name!r}: "
                 f"{taken.label} and {source.label}; "
-                f"block one of them (--block-plugin {source.name})"
+                f"phase: load plugins | fix: block one of them (--block-plugin {source.name})"
             )
         self._owner[slot, component.name] = source
         self._slots[slot].append(Registration(component, source.distribution, source.version))
@@ -145,15 +147,15 @@ class PluginSet:
         caller: pluggy.HookCaller = getattr(self.hook, hook)
         results = []
         for impl in caller.get_hookimpls():
+            source = next(source for source in self.sources if source.name == impl.plugin_name)
             try:
-                results.append(
-                    (impl.plugin_name, impl.function(*(arguments[name] for name in impl.argnames)))
-                )
+                result = impl.function(*(arguments[name] for name in impl.argnames))
             except Exception as error:
-                source = next(source for source in self.sources if source.name == impl.plugin_name)
-                raise PluginLoadError(
-                    f"plugin {source.label}: {hook} failed: {describe(error)}"
-                ) from error
+                raise failed(source, f"{hook} failed: {describe(error)}", hook) from error
+            fault = result_fault(hook, result)
+            if fault:
+                raise failed(source, f"{hook} returned {fault}", hook)
+            results.append((source.name, result))
         return results
 
     def read_model(self, name: str, revision: str | None = None) -> ModelReading:

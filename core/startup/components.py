@@ -8,7 +8,14 @@ from glowplug.core.errors import GlowplugError, PluginLoadError
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import Choice, EnginePlan
-from glowplug.core.plugin.loading import BUILT_IN, PluginSource, import_factory
+from glowplug.core.plugin.loading import (
+    BUILT_IN,
+    PluginSource,
+    Registration,
+    component_failure,
+    describe,
+    import_factory,
+)
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.registry import (
     PluginSet,
@@ -16,17 +23,21 @@ from glowplug.core.plugin.registry import (
     distribution_of,
     entry_point_sources,
 )
-from glowplug.core.protocols import QuantizationScheme, Worker
+from glowplug.core.protocols import QuantizationScheme, SpeculativeAlgorithm, Worker
+from glowplug.core.protocols.members import member_faults
 from glowplug.core.step.graph_pieces import DraftExtend
 
 
 def build_component(plugins: PluginSet, choice: Choice, plan: EnginePlan, worker: Any) -> Any:
     """Return the runtime object of a choice: ``factory(options, plan, worker)``.
 
-    The options are parsed again, and the factory is imported.
+    The options are parsed again, and the factory is imported. The object is checked to have the
+    members of the slot's protocol.
 
     Raises:
-        PluginLoadError: the component is not loaded here, or its factory cannot be imported.
+        PluginLoadError: the component is not loaded here, its factory cannot be imported or raises
+            an exception, or its object lacks a member; the message names component, distribution,
+            version and phase.
     """
     found = plugins.find(choice.slot, choice.name)
     if found is None:
@@ -35,8 +46,44 @@ def build_component(plugins: PluginSet, choice: Choice, plan: EnginePlan, worker
             "which is not loaded here"
         )
     options = found.component.options.model_validate(choice.options)
-    origin = f"{found.distribution} {found.version}".rstrip()
-    return import_factory(found.component, origin)(options, plan, worker)
+
+    try:
+        factory = import_factory(found.component, f"{found.distribution} {found.version}".rstrip())
+        made = factory(options, plan, worker)
+    except PluginLoadError as error:
+        raise _failure(choice, found, str(error)) from error
+    # the machine or a connection is at fault, not the component
+    except (GlowplugError, MemoryError, EOFError, OSError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise _failure(choice, found, describe(error)) from error
+    faults = member_faults(choice.slot, made, found.component.offers)
+    if choice.slot == "speculative" and not faults:
+        faults = _width_faults(made, plan)
+    if faults:
+        raise _failure(choice, found, "; ".join(faults))
+    return made
+
+
+def _failure(choice: Choice, found: Registration, reason: str) -> PluginLoadError:
+    """Return the error for a component that cannot be built."""
+    return PluginLoadError(
+        component_failure(
+            choice.slot, choice.name, found.distribution, found.version, "build", reason
+        )
+    )
+
+
+def _width_faults(made: SpeculativeAlgorithm, plan: EnginePlan) -> list[str]:
+    """Return how the algorithm's width contradicts the plan; [] if it does not."""
+    if made.width() == plan.sizes.width:
+        return []
+    return [
+        f"width() returns {made.width()}, but by its options' draft_shape() a decoding row "
+        f"computes {plan.sizes.width} tokens in a step, for which the plan has memory"
+    ]
 
 
 def load_plugins_for(plan: EnginePlan) -> PluginSet:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from glowplug.core.engine.blame import failure_of
 from glowplug.core.engine.grammar_builder import GrammarBuilder
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.plan import EnginePlan
@@ -52,7 +53,13 @@ def grammar_builder(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> Gra
         return tokenizer
 
     vocab = plan.facts.model.vocab_size
-    return GrammarBuilder(backend, opened, vocab, grammar_options(plan).cache_bytes)
+    return GrammarBuilder(
+        backend,
+        opened,
+        vocab,
+        grammar_options(plan).cache_bytes,
+        lambda error: failure_of(error, plan, "compile a request's grammar"),
+    )
 
 
 def rank_grammars(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> RankGrammars:

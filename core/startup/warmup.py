@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from glowplug.core.engine.blame import result_fault
 from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.budget.step import SCORED
@@ -23,7 +24,7 @@ from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.plugin.byte_costs import ROUND_TOKENS
 from glowplug.core.plugin.modes import Mode
 from glowplug.core.protocols import RequestRouter
-from glowplug.core.step.batch import Batch, StepShape, idle_batch, shape_of
+from glowplug.core.step.batch import Batch, StepResult, StepShape, idle_batch, shape_of
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams, Sequence
 
 #: tokens of the longest self-test prefill; a longer one adds only arithmetic, no first-use cost
@@ -69,10 +70,13 @@ def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = Non
         router: the router of requests among groups of ranks; None: one group.
 
     Raises:
-        GlowplugError: a step's logits are not finite.
+        GlowplugError: a step's logits are not finite, or its results break the contract.
     """
     for make_batch in (_short_prefill, _prefill, _decode):
-        _run(runner, make_batch(plan))
+        batch = make_batch(plan)
+        fault = result_fault(plan, batch, _run(runner, batch))
+        if fault:
+            raise GlowplugError(f"self-test: {fault}")
     if router is not None:
         busy = _decode(plan, step=2)
         others = (0,) * (plan.sizes.groups - 1)
@@ -274,8 +278,8 @@ def _score_prompt(runner: Runner, plan: EnginePlan) -> None:
         table[0] = kept
 
 
-def _run(runner: Runner, batch: Batch, agreed: StepShape | None = None) -> None:
-    """Run one step and check its logits.
+def _run(runner: Runner, batch: Batch, agreed: StepShape | None = None) -> StepResult:
+    """Run one step, check its logits and return its results.
 
     Args:
         agreed: the shape of the step on all ranks; None: that of ``batch``, which all ranks run.
@@ -284,13 +288,15 @@ def _run(runner: Runner, batch: Batch, agreed: StepShape | None = None) -> None:
         GlowplugError: the logits are not finite.
     """
     batch.agreed = agreed or shape_of(batch)
-    if runner.launch(batch).wait().bad.any():
+    result = runner.launch(batch).wait()
+    if result.bad.any():
         raise GlowplugError(
             "self-test: the model's logits are not finite (NaN or all -inf) in a "
             f"{batch.mode.value} step of {batch.num_rows} rows, {batch.num_tokens} tokens. "
             "Fix: another dtype, if its range is too small for this model; "
             "else the checkpoint is damaged: download it again"
         )
+    return result
 
 
 def _prompt_length(plan: EnginePlan) -> int:

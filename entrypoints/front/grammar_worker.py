@@ -15,6 +15,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from glowplug.core.engine.blame import failure_of
 from glowplug.core.engine.constraint import SequenceGrammar
 from glowplug.core.errors import RequestError
 from glowplug.core.plan.plan import EnginePlan
@@ -71,6 +72,10 @@ def compiler_of(plan: EnginePlan) -> Callable[[GrammarSpec], str]:
             return walk(builder.build(spec), mask)
         except RequestError as error:
             return str(error)
+        except MemoryError:  # the limit of this process; the front starts another one
+            raise
+        except Exception as error:
+            return failure_of(error, plan, "follow a request's grammar")
 
     return compiled
 

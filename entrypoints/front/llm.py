@@ -20,8 +20,7 @@ from glowplug.core.errors import EngineDead, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.protocols import OutputParserFactory, Worker
-from glowplug.core.startup.components import build_component
+from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.step.messages import Abort, Control, Reply, decode_outbound, encode
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.front import inputs
@@ -34,6 +33,7 @@ from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
 from glowplug.entrypoints.front.grammar_checks import GrammarChecks
 from glowplug.entrypoints.front.inputs import Message, Prompt
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
+from glowplug.entrypoints.front.named_parsers import build_parsers
 from glowplug.entrypoints.front.open_engine import start_executor
 
 #: section of the configuration that only the server uses -> why it has no effect here
@@ -218,9 +218,8 @@ class LLM:
 
     @cached_property
     def output_parsers(self) -> list[OutputParserFactory]:
-        """The plan's output parsers, which know the tags of a reasoning."""
-        choices = self.plan.choices_in("outputs")
-        return [build_component(self._plugins, one, self.plan, Worker()) for one in choices]
+        """The plan's output parsers, in order."""
+        return build_parsers(self.plan, self._plugins)
 
     @property
     def stats(self) -> Any:

@@ -25,8 +25,7 @@ from glowplug.core.errors import GlowplugError, PlanRefused
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.protocols import Executor, OutputParserFactory, Worker
-from glowplug.core.startup.components import build_component
+from glowplug.core.protocols import Executor, OutputParserFactory
 from glowplug.core.startup.garbage import settle_memory
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.cli import exit_codes
@@ -34,6 +33,7 @@ from glowplug.entrypoints.front import event_loop
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.front.follow import follow
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
+from glowplug.entrypoints.front.named_parsers import build_parsers
 from glowplug.entrypoints.front.open_engine import make_executor, start_executor
 from glowplug.entrypoints.server.app import create_app
 from glowplug.entrypoints.server.context import Context
@@ -77,10 +77,7 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     with listener:
         tokenizer = open_tokenizer(plan, plugins)
-        parsers = [
-            build_component(plugins, choice, plan, Worker())
-            for choice in plan.choices_in("outputs")
-        ]
+        parsers = build_parsers(plan, plugins)
         code = serve_until_done(
             plan,
             tokenizer,

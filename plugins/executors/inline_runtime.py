@@ -8,6 +8,7 @@ import traceback
 from collections import deque
 from typing import TYPE_CHECKING
 
+from glowplug.core.engine.blame import failure_of
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
@@ -33,6 +34,7 @@ class InlineExecutor:
     def __init__(self, options: InlineOptions, plan: EnginePlan, worker: Worker | None) -> None:
         self.options = options
         self.phase = "build"
+        self._plan = plan
         self._inbox: deque[bytes] = deque()
         self._wake = threading.Event()
         self._engine: Engine | None = None
@@ -47,9 +49,8 @@ class InlineExecutor:
         except GlowplugError:
             raise
         except Exception as error:
-            raise EngineDead(
-                f"rank 0 failed in phase {self.phase}: {type(error).__name__}: {error}"
-            ) from error
+            reason = failure_of(error, plan, self.phase)
+            raise EngineDead(f"rank 0 failed in phase {self.phase}: {reason}") from error
 
     def _report(self, phase: str, done: int, total: int) -> None:
         self.phase = phase
@@ -70,7 +71,8 @@ class InlineExecutor:
         try:
             return self._turn(self._engine, timeout)
         except Exception as error:
-            self._dead = f"rank 0 failed in phase step: {type(error).__name__}: {error}"
+            reason = failure_of(error, self._plan, "serve")
+            self._dead = f"rank 0 failed in phase serve: {reason}"
             raise EngineDead(self._dead + "\n" + traceback.format_exc(limit=-6)) from error
 
     def _turn(self, engine: Engine, timeout: float | None) -> bytes | None:

@@ -1,11 +1,10 @@
-"""Driven runs of the speculative suite: correct algorithms pass, each faulty one fails."""
+"""Driven runs of the speculative suite; ``tests/mutants`` has faulty algorithms."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from glowplug.core.plugin.draft_shape import DraftShape
@@ -15,13 +14,10 @@ from glowplug.core.testing.harness.drive import sequence
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
 from glowplug.core.testing.harness.scripted_target import PAGE
-from glowplug.core.testing.suites.speculative import DRIVES, SpeculativeSuite
+from glowplug.core.testing.suites.speculative import SpeculativeSuite
 from glowplug.plugins.speculative.ngram_runtime import NGram
 from tests.contract.scripted_algorithms import (
-    FAULTY,
-    FAULTY_IN_SIZES,
     TREE,
-    Maker,
     nextn,
     ngram,
     on_a_device,
@@ -135,36 +131,6 @@ class TestStandaloneWideTreeOnADevice(OnADevice):
 
 
 del OnADevice
-
-
-class Faulty(SpeculativeSuite):
-    shape = TREE  # the pages of a chain are among those of a tree
-
-    def __init__(self, make: Maker) -> None:
-        self._make = make
-
-    def make(self, limits: Limits) -> SpeculativeAlgorithm:
-        return self._make(limits)
-
-
-@pytest.mark.parametrize("name", FAULTY)
-def test_a_faulty_algorithm_is_caught(name: str) -> None:
-    """A wrong length may also lead out of the page table."""
-    suite = Faulty(FAULTY[name])
-    with pytest.raises((AssertionError, IndexError)):
-        for case in DRIVES:
-            suite.test_answers_follow_the_script(case)
-
-
-@pytest.mark.parametrize("name", FAULTY_IN_SIZES)
-def test_a_fault_in_steps_of_another_size_is_caught(name: str) -> None:
-    suite = Faulty(FAULTY_IN_SIZES[name])
-    suite.shape, suite.sizes = None, SMALLER
-    for case in DRIVES[:3]:
-        suite.test_answers_follow_the_script(case)
-    with pytest.raises((AssertionError, RuntimeError)):
-        for case in DRIVES[:3]:
-            suite.test_drafts_may_change_their_size(case)
 
 
 def test_a_replayed_step_has_the_sequences_that_joined() -> None:

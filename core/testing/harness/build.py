@@ -1,7 +1,7 @@
 """Construction and stepping of one model on one CPU rank, around real or fake parts.
 
-It is for tests of layers, schemes and backends. Built-in parts are named by slot and component, so
-that this module imports no plugin.
+It is for tests of layers, schemes and backends. Parts are named by slot and component, so that this
+module imports no plugin; those of installed third-party plugins are found like built-in ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.loading import PluginSource
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, entry_point_sources, load_plugins
 from glowplug.core.protocols import AttentionBackend, Limits, Model, WeightTarget, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
@@ -39,15 +40,25 @@ def built_in() -> PluginSet:
     return load_plugins(entry_points=False)
 
 
+def installed() -> PluginSet:
+    """Return the built-in plugins and those of installed distributions, loaded once."""
+    return _installed(tuple(entry_point_sources()))
+
+
+@cache
+def _installed(sources: tuple[PluginSource, ...]) -> PluginSet:
+    return load_plugins() if sources else built_in()
+
+
 def make(slot: str, name: str, plan: EnginePlan, worker: Worker, **options: Any) -> Any:
-    """Return the runtime object of the built-in component ``name`` in ``slot``.
+    """Return the runtime object of the component ``name`` in ``slot``, built in or installed.
 
     Raises:
         KeyError: there is no such component.
     """
-    found = built_in().find(slot, name)
+    found = installed().find(slot, name)
     if found is None:
-        raise KeyError(f"no built-in {slot} component is called {name!r}")
+        raise KeyError(f"no {slot} component is called {name!r}")
     module, _, factory = found.component.factory.partition(":")
     parsed = found.component.options(**{"use": name, **options})
     return getattr(importlib.import_module(module), factory)(parsed, plan, worker)
@@ -97,7 +108,7 @@ def build_context(
     quantization_options: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> BuildContext:
-    """Return a build context of built-in parts for one CPU rank.
+    """Return a build context for one CPU rank, of built-in parts and those named.
 
     Args:
         facts: the model's facts.
@@ -138,7 +149,7 @@ def build_model(
     ``more`` is passed to :func:`build_context`.
     """
     context = context or build_context(facts, **more)
-    families = [found.component for found in built_in().components("model")]
+    families = [found.component for found in installed().components("model")]
     name = next(
         c.name for c in families if facts.architecture in getattr(c.offers, "architectures", ())
     )

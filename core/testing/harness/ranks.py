@@ -61,12 +61,12 @@ def rank_plan(config: Mapping[str, Any], plugins: PluginSet | None = None) -> En
     Args:
         config: the configuration.
         plugins: the plugins, which must include ``THREADS`` if its collectives are used. None: the
-            built-ins and ``THREADS``.
+            built-ins, those of installed distributions and ``THREADS``.
 
     Raises:
         PlanRefused: the configuration is refused.
     """
-    plugins = plugins or load_plugins([THREADS], entry_points=False)
+    plugins = plugins or load_plugins([THREADS])
     contributed = (
         {"collectives.use": "threads", "executor.oversubscribe": True}
         if config.get("parallel")
@@ -253,6 +253,8 @@ def run_ranks(
     plugins: PluginSet | None = None,
 ) -> dict[int, Collected]:
     """Plan, build, run ``messages`` to the end, and check that every page was freed.
+
+    Without ``plugins``, the configuration may name components of installed distributions.
 
     Returns:
         The front's outputs by sequence id.

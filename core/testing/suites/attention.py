@@ -16,8 +16,8 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.protocols import AttentionBackend
 from glowplug.core.testing.harness.plans import bare_plan
-from glowplug.core.testing.suites._attention_base import MhaCase as MhaCase, MlaCase as MlaCase
-from glowplug.core.testing.suites._attention_trees import TreeSuite
+from glowplug.core.testing.suites.parts.attention_base import MhaCase as MhaCase, MlaCase as MlaCase
+from glowplug.core.testing.suites.parts.attention_trees import TreeSuite
 
 
 class MlaSuite(TreeSuite):
@@ -88,6 +88,7 @@ class MlaSuite(TreeSuite):
         there = self._case(
             layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype)
         )
+        there = replace(there, index=layer.index)
         return lambda q_nope, q_rope, *kept: backend.mla(q_nope, q_rope, *self._entry(kept), there)
 
     def _entry(self, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

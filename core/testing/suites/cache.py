@@ -44,9 +44,15 @@ class Pool:
             self.next += 1
         return ints(pages)
 
+    @property
+    def inside(self) -> int:
+        """Number of pages that the cache owns."""
+        return len(self.content) - len(self.outside)
+
     def back(self, pages: Ints) -> None:
         """Take back pages that the cache owned."""
         for page in pages.tolist():
+            assert page in self.content, f"page {page} was given back but never inserted"
             assert page not in self.outside, (
                 f"page {page} was given back although the cache did not own it"
             )
@@ -87,6 +93,7 @@ class CacheSuite:
         pool.back(cache.insert(ints(whole), np.concatenate([match.pages, fresh]), salt))
         cache.lock(match, -1)
         cache.check_integrity()
+        self.check_account(cache, pool)
 
     def check_match(self, cache: PrefixCache, pool: Pool, tokens: list[int], salt: str = "") -> int:
         """Match ``tokens``, check the pages found, and return their number of tokens."""
@@ -155,6 +162,7 @@ class CacheSuite:
         assert held - evictable == len(match.pages)
         pool.back(cache.evict(100))
         cache.check_integrity()
+        self.check_account(cache, pool)
         assert self.check_match(cache, pool, list(range(12))) == match.length
         cache.lock(match, -1)
         pool.back(cache.evict(100))
@@ -171,10 +179,36 @@ class CacheSuite:
         cache.lock(match, 1)
         cache.lock(match, -1)
         pool.back(cache.evict(1))
+        self.check_account(cache, pool)
         assert self.check_match(cache, pool, [1] * 12) == 12
         assert self.check_match(cache, pool, [2] * 12) == 8, (
             "the end of a prefix must be evicted before its beginning"
         )
+
+    @pytest.mark.parametrize("wanted", range(1, 8))
+    def test_eviction_gives_up_as_much_as_is_asked_for(
+        self, cache: PrefixCache, pool: Pool, wanted: int
+    ) -> None:
+        """Fewer pages come back only if fewer may be evicted."""
+        for first in range(3):
+            self.put(cache, pool, [first] * 8)
+        evictable = cache.size()[1]
+        given = cache.evict(wanted)
+        pool.back(given)
+        assert len(given) >= min(wanted, evictable)
+        self.check_account(cache, pool)
+
+    def test_two_locks_hold_until_both_are_gone(self, cache: PrefixCache, pool: Pool) -> None:
+        tokens = list(range(8))
+        self.put(cache, pool, tokens)
+        matches = [cache.match(ints(tokens), "") for _ in range(2)]
+        for match in matches:
+            cache.lock(match, 1)
+        cache.lock(matches[0], -1)
+        pool.back(cache.evict(100))
+        assert self.check_match(cache, pool, tokens) == matches[1].length
+        cache.lock(matches[1], -1)
+        self.check_empties(cache, pool)
 
     @pytest.mark.parametrize("seed", range(20))
     def test_random_use(self, cache: PrefixCache, pool: Pool, seed: int) -> None:
@@ -226,7 +260,11 @@ class CacheSuite:
         self.check_account(cache, pool)
 
     def check_account(self, cache: PrefixCache, pool: Pool) -> None:
-        """Check that the cache's page counts agree with each other and keep the limit."""
+        """Check that the cache's page counts agree with the pool's and keep the limit.
+
+        Each page that was inserted is in the cache or was given back.
+        """
         held, evictable = cache.size()
         assert 0 <= evictable <= held
+        assert held == pool.inside, f"size() counts {held} pages, {pool.inside} were not given back"
         assert self.max_pages is None or held <= self.max_pages

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from glowplug.core.protocols import OutputParser, OutputParserFactory, OutputRequest, Piece
 from glowplug.core.step.tools import Tool, ToolChoice
 
+CHECKED = 1 << 16  #: characters between two looks at the clock
+
 
 @dataclass(frozen=True)
 class Case:
@@ -174,6 +176,9 @@ class ParserSuite:
                 start = time.process_time()
                 for at in range(0, len(text), size):
                     parser.feed(text[at : at + size])
+                    if not at % CHECKED:
+                        spent = time.process_time() - start
+                        assert spent < self.seconds_a_megabyte, (pattern, size, at, spent)
                 parser.finish()
                 spent = time.process_time() - start
                 assert spent < self.seconds_a_megabyte, (pattern, size, spent)

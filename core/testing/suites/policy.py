@@ -53,6 +53,8 @@ class PolicySuite:
         assert sorted(one.id for one in ordered) == sorted(one.id for one in waiting)
         assert waiting == before, "the argument was changed"
         assert ordered is not waiting
+        assert {id(one) for one in ordered} == {id(one) for one in before}, "sequences were copied"
+        policy.order(waiting[::2], {one.id: 1 for one in waiting})
         assert [one.id for one in policy.order(waiting, cached)] == [one.id for one in ordered], (
             "it is not pure"
         )
@@ -64,11 +66,37 @@ class PolicySuite:
         victim = policy.victim(running)
         assert any(victim is one for one in running)
         assert policy.victim(running) is victim, "it is not pure"
+        assert policy.victim(running[::2]) in running[::2]
+        assert policy.victim(running) is victim, "an earlier call changes the result"
 
     def test_a_victim_does_not_come_straight_back_first(self, policy: SchedulingPolicy) -> None:
         """The last of equal sequences is preempted, so that the first always finishes."""
         running = [sequence(i, [1, 2, 3], arrival=float(i)) for i in range(5)]
         assert policy.victim(running).id == 4
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_sequences_and_cached_prefixes_are_only_read(
+        self, policy: SchedulingPolicy, seed: int
+    ) -> None:
+        rng = random.Random(seed)
+        waiting = some(rng, 12)
+        cached = {one.id: rng.randrange(5) for one in waiting}
+        kept = dict(cached)
+        states = [(one.id, one.arrival, one.preemptions, one.row) for one in waiting]
+        policy.order(waiting, cached)
+        policy.victim(waiting)
+        assert cached == kept, "the cached prefixes were changed"
+        found = [(one.id, one.arrival, one.preemptions, one.row) for one in waiting]
+        assert found == states, "a sequence was changed"
+
+    @pytest.mark.parametrize("count", [1, 2, 9])
+    def test_a_newcomer_does_not_overtake_its_equals(
+        self, policy: SchedulingPolicy, count: int
+    ) -> None:
+        """Sequences that differ in their arrival only keep its order."""
+        waiting = [sequence(i, [1, 2, 3], arrival=float(i)) for i in range(count)]
+        ordered = policy.order(waiting, dict.fromkeys(range(count), 0))
+        assert [one.id for one in ordered] == list(range(count))
 
     def test_equals_keep_the_queues_order(self, policy: SchedulingPolicy) -> None:
         waiting = [sequence(i, [1, 2, 3], arrival=1.0) for i in range(9)]

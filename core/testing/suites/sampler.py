@@ -1,7 +1,7 @@
 """Conformance suite of the ``sampling`` slot. Subclass SamplerSuite and define ``make``.
 
 Distributions are checked by a chi-square test with fixed seeds, so that runs are repeatable; all
-other results are checked against the naive formulas in ``_sampler_base``.
+other results are checked against the naive formulas in ``parts/sampler_base``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.protocols import Sampled
-from glowplug.core.testing.suites._sampler_base import (
+from glowplug.core.testing.suites.parts.sampler_base import (
     DRAWS as DRAWS,
     ROWS as ROWS,
     VOCAB as VOCAB,
@@ -24,7 +24,7 @@ from glowplug.core.testing.suites._sampler_base import (
     naive_distribution as naive_distribution,
     naive_logits as naive_logits,
 )
-from glowplug.core.testing.suites._sampler_edits import SamplerEditsSuite
+from glowplug.core.testing.suites.parts.sampler_edits import SamplerEditsSuite
 
 
 class SamplerSuite(SamplerEditsSuite):

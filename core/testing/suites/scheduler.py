@@ -17,12 +17,12 @@ import pytest
 from glowplug.core.testing.harness.drive import sequence
 from glowplug.core.testing.harness.plans import VOCAB
 from glowplug.core.testing.harness.prefix_hash import reference
-from glowplug.core.testing.suites._scheduler_base import (
+from glowplug.core.testing.suites.parts.scheduler_base import (
     SEEDS,
     ManualClock as ManualClock,
     prompt as prompt,
 )
-from glowplug.core.testing.suites._scheduler_ends import SchedulerEndsSuite
+from glowplug.core.testing.suites.parts.scheduler_ends import SchedulerEndsSuite
 
 
 class SchedulerSuite(SchedulerEndsSuite):

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, Protocol
 
+from glowplug.core.engine.blame import component_of, failure_of
 from glowplug.core.errors import CollectiveError, PlanRefused, WeightError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.startup.garbage import settle_memory
@@ -78,6 +79,7 @@ class RankLink:
         loop: identifier of the thread that runs the rank.
         progressed: time of the last turn of the loop or progress report.
         waits_in: names of the modules in which a rank waits for other ranks.
+        plan: the plan, whose components failures name; None until it is read.
     """
 
     def __init__(self, pipe: Pipe, rank: int) -> None:
@@ -87,6 +89,7 @@ class RankLink:
         self.loop = threading.get_ident()
         self.progressed = time.monotonic()
         self.waits_in: frozenset[str] = frozenset()
+        self.plan: EnginePlan | None = None
         self._lock = threading.Lock()
 
     def send(self, messages: list[Outbound]) -> None:
@@ -108,7 +111,7 @@ class RankLink:
         stack: their text has the fix.
         """
         consequence = isinstance(error, CollectiveError)
-        reason = f"{type(error).__name__}: {error}"
+        reason = failure_of(error, self.plan, self.phase)
         stack = (
             "" if isinstance(error, (WeightError, PlanRefused)) else traceback.format_exc(limit=-12)
         )
@@ -147,10 +150,12 @@ class RankLink:
             else "nowhere"
         )
         stack = "".join(traceback.format_stack(frames[0], 12)) if frames else ""
+        held = None if self.plan is None else component_of(reversed(frames), self.plan)
+        by = f" ({held[0].title})" if held is not None else ""
         return Failed(
             self.rank,
             self.phase,
-            f"its loop has stood still for {still:.0f} s, {where}",
+            f"its loop has stood still for {still:.0f} s, {where}{by}",
             stack,
             consequence=waits,
             stuck=True,
@@ -217,7 +222,7 @@ def run_rank(
     link = RankLink(pipe, rank)
     engine: RankLoop | None = None
     try:
-        plan = EnginePlan.from_json(plan_json)
+        plan = link.plan = EnginePlan.from_json(plan_json)
         watchdog = float(plan.choice("executor").options.get("watchdog", 300.0))
         threading.Thread(
             target=link.beat_forever, args=(watchdog,), daemon=True, name="glowplug-beat"

@@ -18,6 +18,8 @@ from glowplug.core.step.kv_pool import TORCH_DTYPES
 from glowplug.core.testing.harness.paged_world import Row, World, make_world, random_rows
 from glowplug.core.testing.harness.plans import bare_plan
 
+LAYERS = 3  #: layers of a step through several: two of the target and one of a draft
+
 
 @dataclass
 class MlaCase:
@@ -107,6 +109,10 @@ class AttentionSuite:
     def cached(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
 
+    @property
+    def cached_name(self) -> str:
+        return next(name for name, kind in TORCH_DTYPES.items() if kind is self.cached)
+
     def rounded(self, x: Tensor) -> Tensor:
         """Return x rounded to the compute dtype, so that only the backend's error is measured."""
         return x.to(self.dtype).float()
@@ -117,7 +123,7 @@ class AttentionSuite:
             plan,
             facts=replace(plan.facts, model=self.facts()),
             device=self.device,
-            kv_dtype=next(name for name, kind in TORCH_DTYPES.items() if kind is self.cached),
+            kv_dtype=self.cached_name,
         )
         return self.make(plan, Worker(device=self.device, dtype=self.dtype))
 
@@ -283,6 +289,70 @@ class AttentionSuite:
             self.step(self.backend(self.page_size), world, layer, args),
             self.expected(world, layer, args),
         )
+
+    def run(
+        self, backend: AttentionBackend, layer: MlaCase | MhaCase, args: list[Tensor]
+    ) -> Tensor:
+        """Run a layer in the planned step."""
+        return self.attend(backend, layer)(*(x.to(self.device, self.dtype) for x in args)).cpu()
+
+    def planned(self, worlds: list[World]) -> AttentionBackend:
+        """Return a backend over one cache per world, which has planned their common step."""
+        for world in worlds:
+            world.move(self.device, self.cached)
+        backend = self.backend(self.page_size)
+        backend.reserve(worlds[0].limits(tuple(world.pools for world in worlds)))
+        backend.plan_step(worlds[0].batch, None)
+        return backend
+
+    def check_stored(self, world: World, where: str) -> None:
+        """Check that the cache holds the entries of every row's tokens."""
+        for name in self.entries:
+            for index in range(len(world.rows)):
+                stored = world.pools[name].cpu()[world.kv_slots_of(index)]
+                assert torch.equal(stored.float(), world.cached[name][index]), (
+                    f"{where} has other entries {name!r} in row {index}"
+                )
+
+    def test_each_layer_has_its_own_cache(self) -> None:
+        """A step runs through the target's layers and those of a draft, which come after them."""
+        generator = torch.Generator().manual_seed(12)
+        rows = [Row(33, 1), Row(17, 1), Row(40, 9, prefill=True)]
+        worlds = [make_world(rows, self.page_size, 3) for _ in range(LAYERS)]
+        layers = [replace(self.layer(generator), index=index) for index in range(LAYERS)]
+        args = [self.arguments(world, generator) for world in worlds]
+        backend = self.planned(worlds)
+        outs = [self.run(backend, *pair) for pair in zip(layers, args, strict=True)]
+        for index, world in enumerate(worlds):
+            self.close(outs[index], self.expected(world, layers[index], args[index]))
+            self.check_stored(world, f"layer {index}")
+
+    def test_a_second_pool_replaces_the_first(self) -> None:
+        """``reserve`` is called again after memory was measured; the first pool is gone."""
+        generator = torch.Generator().manual_seed(13)
+        rows = [Row(20, 1), Row(9, 1)]
+        layer = self.layer(generator)
+        backend = self.backend(self.page_size)
+        first = make_world(rows, self.page_size, 3)
+        self.step(backend, first, layer, self.arguments(first, generator))
+        second = make_world(rows, self.page_size, 5)
+        args = self.arguments(second, generator)
+        self.close(self.step(backend, second, layer, args), self.expected(second, layer, args))
+
+    def test_the_layout_has_layers_for_a_draft(self) -> None:
+        plan = bare_plan(page_size=self.page_size)
+        for drafts in (0, 1, 2):
+            plan = replace(plan, sizes=replace(plan.sizes, draft_layers=drafts))
+            backend = self.make(
+                replace(
+                    plan,
+                    facts=replace(plan.facts, model=self.facts()),
+                    device=self.device,
+                    kv_dtype=self.cached_name,
+                ),
+                Worker(device=self.device, dtype=self.dtype),
+            )
+            assert backend.kv_layout().layers == self.facts().num_layers + drafts
 
     def test_layout_names_the_entries(self) -> None:
         layout = self.backend(self.page_size).kv_layout()

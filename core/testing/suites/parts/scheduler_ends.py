@@ -8,7 +8,7 @@ import pytest
 
 from glowplug.core.errors import QueueFull, RequestError
 from glowplug.core.testing.harness.drive import Drive, sequence
-from glowplug.core.testing.suites._scheduler_base import ManualClock, SchedulerBase, prompt
+from glowplug.core.testing.suites.parts.scheduler_base import ManualClock, SchedulerBase, prompt
 
 
 class SchedulerEndsSuite(SchedulerBase):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glowplug.core.plugin.draft_shape import MASK_BITS
 from glowplug.core.testing.harness.paged_world import Row, World, make_world
-from glowplug.core.testing.suites._attention_base import AttentionSuite, MhaCase, MlaCase
+from glowplug.core.testing.suites.parts.attention_base import AttentionSuite, MhaCase, MlaCase
 
 MOVES = 5  #: entries of a row in a test of moves
 

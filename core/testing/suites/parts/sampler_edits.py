@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.testing.suites._sampler_base import (
+from glowplug.core.testing.suites.parts.sampler_base import (
     ROWS,
     VOCAB,
     Driver,

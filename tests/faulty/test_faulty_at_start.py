@@ -1,0 +1,303 @@
+"""Faulty plugins that a start refuses, with component, distribution, version, phase and fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glowplug import LLM
+from glowplug.core.errors import GlowplugError, PluginLoadError
+from glowplug.core.plugin.registry import load_plugins
+from tests.faulty.written import ORIGIN, forget, write
+from tests.support.tiny import write_config
+
+#: fault -> (slot, code of the plugin's module, what the message says)
+AT_LOAD: dict[str, tuple[str, dict[str, str], str]] = {
+    "a package is missing": ("policy", {"top": "import not_there_at_all"}, "not_there_at_all"),
+    "a syntax error": ("policy", {"top": "def broken(:"}, "SyntaxError"),
+    "it exits": ("policy", {"top": "raise SystemExit(3)"}, "SystemExit"),
+    "a hook of another name": (
+        "policy",
+        {"more": "@hookimpl\ndef register_sampler():\n    return []"},
+        "did you mean 'register_samplers'",
+    ),
+    "a hook with another argument": (
+        "policy",
+        {"more": "@hookimpl\ndef worker_started(rank, plan):\n    pass"},
+        "rank",
+    ),
+    "a hook that raises": (
+        "policy",
+        {"more": "@hookimpl\ndef register_samplers():\n    return {}['absent']"},
+        "KeyError: 'absent'",
+    ),
+    "a hook that returns a tuple": (
+        "policy",
+        {"more": "@hookimpl\ndef register_samplers():\n    return ()"},
+        "returned tuple, expected a list",
+    ),
+    "no component": (
+        "policy",
+        {"more": "@hookimpl\ndef register_samplers():\n    return ['faulty']"},
+        "is not a Component",
+    ),
+    "offers of another slot": ("policy", {"changes": "offers=CacheOffers()"}, "PolicyOffers"),
+    "options of another name": ("policy", {"changes": "name='mine'"}, "Literal['mine']"),
+    "a factory without class": ("policy", {"changes": "factory='glowplug_faulty'"}, ":Class"),
+    "the name of a built-in": (
+        "sampling",
+        {
+            "changes": "name='torch', options=Torch",
+            "more": "class Torch(base.options):\n    use: Literal['torch'] = 'torch'",
+        },
+        "two plugins register sampling 'torch'",
+    ),
+    "a misspelt dtype": (
+        "attention",
+        {"changes": "offers=replace(base.offers, dtypes=frozenset({'fp32'}))"},
+        "dtypes has 'fp32'; did you mean 'float32'?",
+    ),
+    "a misspelt device": (
+        "attention",
+        {"changes": "offers=replace(base.offers, devices=frozenset({'gpu'}))"},
+        "devices has 'gpu'; did you mean 'cuda'?",
+    ),
+    "a misspelt attention": (
+        "attention",
+        {"changes": "offers=replace(base.offers, kinds=frozenset({'MLA'}))"},
+        "kinds has 'MLA'; did you mean 'mla'?",
+    ),
+    "a capability as a version": (
+        "attention",
+        {"changes": "offers=replace(base.offers, compute=frozenset({9.0}))"},
+        "compute has 9.0, which is not a compute capability; did you mean 90?",
+    ),
+    "an unknown mode": (
+        "attention",
+        {"changes": "offers=replace(base.offers, modes={'decoding': Capture.GRAPH})"},
+        "modes has 'decoding'; did you mean 'decode'?",
+    ),
+    "a level that is none": (
+        "attention",
+        {"changes": "offers=replace(base.offers, modes={Mode.DECODE: True})"},
+        "modes[decode] is True, which is not a Capture",
+    ),
+    "one word instead of a set": (
+        "attention",
+        {"changes": "offers=replace(base.offers, dtypes='float32')"},
+        "dtypes must be a frozenset, not str",
+    ),
+}
+#: fault -> (slot, what differs from a correct plugin, what the message says, phase)
+AT_PLAN: dict[str, tuple[str, dict[str, str], str, str]] = {
+    "its check raises": (
+        "policy",
+        {"changes": "check=lambda context: 1 / 0"},
+        "its check failed with ZeroDivisionError",
+        "nothing was loaded",
+    ),
+    "written for another contract": (
+        "policy",
+        {"changes": "contract=0"},
+        "was written for contract 0",
+        "nothing was loaded",
+    ),
+    "a package is too old": (
+        "policy",
+        {"changes": "requires=(Package('pluggy', '>=99'),)"},
+        "pluggy",
+        "nothing was loaded",
+    ),
+    "defaults that are a list": (
+        "policy",
+        {"more": "@hookimpl\ndef contribute_defaults(facts):\n    return ['policy.use']"},
+        "contribute_defaults returned list, expected a dict",
+        "phase: contribute_defaults",
+    ),
+    "a refusal that is a string": (
+        "policy",
+        {"more": "@hookimpl\ndef check_plan(context):\n    return ['too slow']"},
+        "check_plan returned a list with 'too slow', expected a list of Refusal",
+        "phase: check_plan",
+    ),
+    "sizes that cannot be computed": (
+        "speculative",
+        {"more": "Faulty.draft_shape = lambda self: self.no_such_field"},
+        "no_such_field",
+        "phase: plan",
+    ),
+    "options that raise": (
+        "policy",
+        {"more": "Faulty.without_effect = lambda self, context: self.absent"},
+        "absent",
+        "phase: plan",
+    ),
+}
+#: fault -> (slot, what differs from a correct plugin, what the message says, phase)
+AT_BUILD: dict[str, tuple[str, dict[str, str], str, str]] = {
+    "no runtime module": (
+        "policy",
+        {"changes": "factory='glowplug_faulty.absent:Runtime'"},
+        "ModuleNotFoundError",
+        "build",
+    ),
+    "no runtime class": (
+        "policy",
+        {"changes": "factory='glowplug_faulty.runtime:Absent'"},
+        "AttributeError",
+        "build",
+    ),
+    "a constructor that raises": (
+        "sampling",
+        {"body": "    def __init__(self, *given):\n        raise ValueError('no licence')"},
+        "ValueError: no licence",
+        "build",
+    ),
+    "a constructor of other arguments": (
+        "sampling",
+        {"body": "    def __init__(self, options):\n        pass"},
+        "TypeError",
+        "build",
+    ),
+    "a member is missing": (
+        "policy",
+        {"body": "    @property\n    def victim(self):\n        raise AttributeError"},
+        "Runtime has no method 'victim'",
+        "build",
+    ),
+    "an attribute is missing": (
+        "cache",
+        {"body": "    @property\n    def shares(self):\n        raise AttributeError"},
+        "Runtime has no attribute 'shares'",
+        "build",
+    ),
+    "a member of other arguments": (
+        "policy",
+        {"body": "    def order(self, waiting):\n        return list(waiting)"},
+        "order(waiting) does not take the arguments (waiting, cached)",
+        "build",
+    ),
+    "another width than the plan's": (
+        "speculative",
+        {"body": "    def width(self):\n        return 2"},
+        "width() returns 2",
+        "build",
+    ),
+    "it raises at load": (
+        "weights",
+        {"body": "    def read(self, target):\n        raise OSError('disk is gone')"},
+        "OSError: disk is gone",
+        "weights, in read",
+    ),
+    "it raises when it allocates": (
+        "attention",
+        {"body": "    def reserve(self, limits):\n        raise RuntimeError('no room')"},
+        "RuntimeError: no room",
+        "in reserve",
+    ),
+    "tokens outside the vocabulary": (
+        "sampling",
+        {
+            "body": "    def sample(self, *given, **named):\n"
+            "        found = super().sample(*given, **named)\n"
+            "        found.tokens.fill_(10 ** 6)\n"
+            "        return found"
+        },
+        "token 1000000 of a vocabulary of 160",
+        "self-test",
+    ),
+    "one token for all rows": (
+        "sampling",
+        {
+            "body": "    def sample(self, *given, **named):\n"
+            "        found = super().sample(*given, **named)\n"
+            "        found.tokens = found.tokens[:1].repeat(3)\n"
+            "        return found"
+        },
+        "",
+        "self-test",
+    ),
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forget()
+    yield tmp_path
+    forget()
+
+
+def config(site: Path, slot: str) -> dict[str, Any]:
+    """Return the configuration of a small engine that uses the faulty component."""
+    chosen: dict[str, Any] = {slot: {"use": "faulty"}}
+    return {
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "device": "cpu",
+        "executor": {"use": "inline"},
+        "memory": {"kv_tokens": 256},
+        "context_length": 64,
+        "model": str(write_config(site / "model", "v3")),
+        **chosen,
+    }
+
+
+def refused(site: Path, slot: str) -> str:
+    """Start an engine with the faulty component, and return the message of its refusal."""
+    with pytest.raises(GlowplugError) as caught:
+        LLM(**config(site, slot)).close()
+    return str(caught.value)
+
+
+def names_it(text: str, said: str, phase: str) -> None:
+    """Check that a message names fault, distribution, version and phase, and has a fix."""
+    assert said in text
+    assert ORIGIN in text
+    assert "faulty" in text
+    assert phase in text
+    assert "fix" in text
+
+
+@pytest.mark.parametrize("fault", AT_LOAD)
+def test_a_plugin_that_cannot_be_loaded_is_named(site: Path, fault: str) -> None:
+    slot, differs, said = AT_LOAD[fault]
+    write(site, slot, **differs)
+    with pytest.raises(PluginLoadError) as caught:
+        load_plugins()
+    names_it(str(caught.value), said, "phase: load plugins")
+
+
+@pytest.mark.parametrize("place", ["top", "more"])
+def test_a_plugin_that_sleeps_is_named(site: Path, place: str) -> None:
+    """The limit is 30 seconds; here it is shorter. The thread ends before the next test."""
+    sleeping = "import time\n{}time.sleep(1.0)"
+    hook = "@hookimpl\ndef register_samplers():\n    "
+    write(site, "policy", **{place: sleeping.format("" if place == "top" else hook)})
+    with pytest.raises(PluginLoadError) as caught:
+        load_plugins(timeout=0.3)
+    names_it(str(caught.value), "did not finish loading within 0.3 s", "phase: load plugins")
+
+
+@pytest.mark.parametrize("fault", AT_PLAN)
+def test_a_plugin_that_fails_in_the_plan_is_named(site: Path, fault: str) -> None:
+    slot, differs, said, phase = AT_PLAN[fault]
+    write(site, slot, **differs)
+    names_it(refused(site, slot), said, phase)
+
+
+@pytest.mark.parametrize("fault", AT_BUILD)
+def test_a_component_that_fails_in_the_start_is_named(site: Path, fault: str) -> None:
+    slot, differs, said, phase = AT_BUILD[fault]
+    write(site, slot, **differs)
+    text = refused(site, slot)
+    names_it(text, said, f"phase {phase}" if " in " not in f" {phase}" else phase)
+    assert f"{slot} 'faulty' ({ORIGIN})" in text
+
+
+@pytest.mark.parametrize("slot", ["policy", "sampling", "attention", "cache", "weights"])
+def test_a_plugin_without_fault_starts(site: Path, slot: str) -> None:
+    write(site, slot)
+    LLM(**config(site, slot)).close()
