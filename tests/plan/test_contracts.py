@@ -12,6 +12,7 @@ from glowplug.core.api import (
     CONTRACT,
     AttentionOffers,
     Component,
+    OutputOffers,
     PolicyOffers,
     QuantizationOffers,
 )
@@ -44,6 +45,12 @@ def test_a_component_of_the_former_contract_is_refused_with_its_changes(
     assert f"written for contract {CONTRACT - 1}" in found.reason
     assert f"{change}" in found.fix and f"contract={CONTRACT}" in found.fix
     assert "extra-dist 2.1" in found.fix and "docs/contracts.md" in found.fix
+
+
+def test_a_parser_of_the_former_contract_is_refused_with_its_changes(refused) -> None:
+    own = with_components(outputs=[of("outputs", OutputOffers(), CONTRACT - 1)])
+    found = refused({"outputs": [{"use": "former"}]}, plugins=own)["outputs.0.use"]
+    assert "OutputRequest" in found.fix and f"contract={CONTRACT}" in found.fix
 
 
 def test_a_component_of_an_unchanged_slot_goes_on(planned) -> None:

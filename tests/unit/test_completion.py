@@ -76,7 +76,12 @@ def offered_by_bash(folder: Path, words: list[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(("words", "wanted", "others"), CASES, ids=lambda value: str(value)[:30])
+def _name(value: list[str] | set[str]) -> str:
+    """Return a test's name, which has to be the same in each process."""
+    return " ".join(value if isinstance(value, list) else sorted(value))[:30]
+
+
+@pytest.mark.parametrize(("words", "wanted", "others"), CASES, ids=_name)
 def test_bash_completes(folder: Path, words: list[str], wanted: set[str], others: set[str]) -> None:
     found = set(offered_by_bash(folder, words))
     assert wanted <= found and not others & found
@@ -85,7 +90,7 @@ def test_bash_completes(folder: Path, words: list[str], wanted: set[str], others
     ), "words are data"
 
 
-@pytest.mark.parametrize(("words", "wanted", "others"), CASES, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("words", "wanted", "others"), CASES, ids=_name)
 def test_fish_completes(folder: Path, words: list[str], wanted: set[str], others: set[str]) -> None:
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")

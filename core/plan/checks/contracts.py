@@ -17,6 +17,8 @@ CHANGES: dict[int, dict[str, str]] = {
         "slices of weights are in core.layers.slices",
         "model": "MhaAttention is in core.layers.mha, and BuildContext.scheme_for receives "
         "(module, rows, columns)",
+        "outputs": "OutputParserFactory.start and ReasoningParserFactory.reasoning receive one "
+        "OutputRequest in place of (prompt_tail, thinking)",
     },
 }
 
