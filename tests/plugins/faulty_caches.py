@@ -45,6 +45,11 @@ class Larger(AttentionBackend):
     def __init__(self, options: LargerOptions, plan: EnginePlan, worker: Worker) -> None:
         self._plan = plan
 
+    def mla_projected(self, *given: object) -> None:
+        """Never run: the start ends before."""
+
+    mla = store_mla = mla_projected
+
     def kv_layout(self) -> KVLayout:
         def larger(context: KVContext) -> tuple[KVEntry, ...]:
             latent, rope = plain(context)

@@ -50,6 +50,9 @@ class Word:
         mask[:] = 0
         allow_token(mask, EOS if self.complete() else self.word[self.at])
 
+    def forced(self) -> list[int]:
+        return self.word[self.at :]
+
     def complete(self) -> bool:
         return self.at == len(self.word)
 
