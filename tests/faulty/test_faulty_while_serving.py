@@ -138,7 +138,7 @@ def test_a_request_that_a_component_holds_ends_and_others_are_right(
 
 PARSER = """
     def start(self, *given, **named):
-        if given[0].endswith("raise"):
+        if given[0].prompt_tail.endswith("raise"):
             raise ValueError("no format")
         inner = super().start(*given, **named)
         feed = inner.feed
