@@ -48,6 +48,9 @@ class Effort:
 ON_DEVICE = Effort(seconds=4.0, runs=5, factor=2)
 ON_CPU = Effort(seconds=0.2, runs=6, factor=4)
 SHORTEST = 1e-6  #: least seconds of a step, below the resolution of the clock
+#: made at the import: ranks in threads of one process that made their first decoder of a type at
+#: once ended the process
+_COSTS = msgspec.json.Decoder(DraftCosts)
 LEAST_NUMBERS = 2  #: numbers of rows that are measured however long it takes
 
 
@@ -70,7 +73,7 @@ def draft_costs(
     effort = ON_CPU if plan.device == "cpu" else ON_DEVICE
     found = measure(runner, plan, _Clock(collectives, leads, effort.seconds), effort)
     data = collectives.broadcast_bytes(msgspec.json.encode(found) if leads else None)
-    return msgspec.json.decode(data, type=DraftCosts)
+    return _COSTS.decode(data)
 
 
 def adapt(scheduler: Scheduler, plan: EnginePlan, costs: DraftCosts | None) -> None:
