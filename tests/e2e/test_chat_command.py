@@ -34,6 +34,14 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 KEY = "the-secret-key"
 
 
+@pytest.fixture(autouse=True)
+def _interrupts() -> Iterator[None]:
+    """Have SIGINT interrupt, also in a test process that a shell started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     parser = DeepseekR1(DeepseekR1Options(), make_plan(), None)

@@ -449,6 +449,10 @@ OTHERS_REFUSED: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "--trust-remote-code": (V3, {"model": "before any KV cache"}),
     "--tool-call-parser deepseekv9": (LITE, {"outputs.0.use": "no tool-call parser"}),
+    "--otlp-traces-endpoint http://127.0.0.1:4318/v1/traces": (
+        LITE,
+        {"tracing.endpoint": "opentelemetry-sdk"},
+    ),
 }
 
 
@@ -656,10 +660,7 @@ BESIDES: dict[str, Values] = {
     "--disable-draft-extend-cuda-graph": {"option.graphs.draft_extend": False},
     "--enable-tokenizer-info-endpoint": {"server.tokenizer_info": True},
     "--no-enable-tokenizer-info-endpoint": {"server.tokenizer_info": False},
-    "--metrics-compat vllm": {"metrics.compat": ("vllm",)},
-    "--otlp-traces-endpoint http://127.0.0.1:4318/v1/traces": {
-        "tracing.endpoint": "http://127.0.0.1:4318/v1/traces"
-    },
+    "--metrics-compat vllm": {"metrics.compat": "vllm"},
     "--page": {"server.page": True},
     "--no-page": {"server.page": False},
     "--disable-page": {"server.page": False},
