@@ -286,13 +286,13 @@ def class_entry(thing: type, table: Table, option_rows: Rows) -> str:
         text = ast.get_docstring(node)
         if node.name == "__init__":
             if not issubclass(thing, BaseException):
-                lines += [f"```python\n{signature(node, name)}\n```", "", *docstring_lines(text)]
+                lines += [f"```py\n{signature(node, name)}\n```", "", *docstring_lines(text)]
         elif is_property(node):
             kind = ast.unparse(node.returns) if node.returns else ""
             said = markdown(" ".join((text or "").split()))
             lines += [f"- `{name}.{node.name}: {kind}`" + (f": {said}" if said else ""), ""]
         elif text:
-            lines += [f"```python\n{signature(node)}\n```", "", *docstring_lines(text)]
+            lines += [f"```py\n{signature(node)}\n```", "", *docstring_lines(text)]
     return "\n".join(lines)
 
 
@@ -305,7 +305,7 @@ def function_entry(thing: Any) -> str:
     name = thing.__name__
     lines = [f"### `{name}`", "", f"`from {public_module(thing)} import {name}`", ""]
     return "\n".join(
-        [*lines, f"```python\n{signature(node)}\n```", "", *docstring_lines(thing.__doc__)]
+        [*lines, f"```py\n{signature(node)}\n```", "", *docstring_lines(thing.__doc__)]
     )
 
 

@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(DOCS)]
 import clients  # noqa: E402
 import combinations  # noqa: E402
 import figures  # noqa: E402
+import guides  # noqa: E402
 import published  # noqa: E402
 import reference_pages  # noqa: E402
 from tables import cell as cell, option_rows, table, unchanged  # noqa: E402
@@ -101,7 +102,7 @@ def hook_entry(node: ast.FunctionDef) -> str:
             many = ", a list in order" if slot.many else ""
             lines += [
                 f"Slot `{slot.name}`: {section}{many}; offers `{slot.offers}`; runtime "
-                f"`{slot.protocol}`; default `{slot.default}`.",
+                f"`{slot.protocol}`; default `{slot.default}`. [Guide](guide/{slot.name}.md).",
                 "",
             ]
     return "\n".join(lines)
@@ -120,7 +121,10 @@ def hooks_page() -> str:
         "`glowplug.core.plugin.hookspecs`. Hooks run while the engine is configured, planned, "
         "started and stopped, and never while a token is served. A hook may be implemented with a "
         "subset of its arguments.\n",
-        "Registration hooks return a list of `Component`; they must not import torch.\n",
+        "Registration hooks return a list of `Component`; they must not import torch. "
+        "[Components, options and offers](reference/components.md) lists the fields of these "
+        "types, [steps and requests](reference/steps.md) those of the protocols' arguments, and "
+        "each slot has a [guide](guide/README.md) with an example.\n",
     ]
     for phase, hooks in phases():
         parts.append(f"## {phase[0].upper() + phase[1:]}\n")
@@ -279,14 +283,19 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     **reference_pages.Pages(NOTICE, table, option_rows).all(),
 }
+#: pages written by hand, with blocks that are made
+EDITED_PAGES: dict[str, Callable[[], str]] = guides.Guides(DOCS, table).all()
 #: pages that are made by running engines. ``--check`` leaves them out: a test compares each row.
 RUN_PAGES: dict[str, Callable[[], str]] = {"published-commands.md": published_page}
 
 
 def main(check: bool) -> int:
     stale = []
-    for name, make in (PAGES if check else {**PAGES, **RUN_PAGES}).items():
-        text = re.sub(r"\n{3,}", "\n\n", make()).rstrip() + "\n"
+    made = {**PAGES, **EDITED_PAGES} if check else {**PAGES, **EDITED_PAGES, **RUN_PAGES}
+    for name, make in made.items():
+        text = make()
+        if name not in EDITED_PAGES:
+            text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
         page = DOCS / name
         if not page.exists() or page.read_text() != text:
             stale.append(name)

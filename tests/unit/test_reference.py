@@ -125,3 +125,12 @@ def test_a_docstring_is_read_in_parts() -> None:
         "more": "further ones.",
     }
     assert found.sections[1] == ("Returns", "The sum.")
+
+
+def test_the_index_names_every_page() -> None:
+    """``docs/README.md`` links each page, or the README of its folder does."""
+    index = (DOCS / "README.md").read_text()
+    linked = {(DOCS / target).resolve() for target in re.findall(r"\]\(([^)#:]+)\)", index)}
+    pages = {page for page in DOCS.rglob("*.md") if page != DOCS / "README.md"}
+    folders = {page.parent for page in pages if page.name == "README.md"}
+    assert sorted(page for page in pages - linked if page.parent not in folders) == []
