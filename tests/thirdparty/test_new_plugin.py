@@ -5,6 +5,8 @@ Each has the modules that the slot's guide page shows.
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from glowplug import LLM
 from glowplug.core.plugin.slots import SLOTS, Slot
 from glowplug.entrypoints.cli.main import main
 from glowplug.entrypoints.cli.plugin_template import TEMPLATES
-from tests.support.guide_pages import GREEDY, config_of, read, run_tests
+from tests.support.guide_pages import FOLDER, GREEDY, config_of, read, run_tests
 from tests.support.tiny import write_config
 
 LEAST_PASSED = 3  #: tests of the shortest suite and of the declaration
@@ -71,6 +73,19 @@ def test_an_engine_serves_with_a_new_component(slot: Slot, folder: Path, tmp_pat
     tokens = tokens_of(llm)
     assert [len(one) for one in tokens] == [8, 8]
     assert slot.name in ROUNDED or tokens == tokens_of(LLM(**usual))
+
+
+@pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot.many], ids=lambda slot: slot.name)
+def test_the_readmes_command_names_an_entry_of_a_list(
+    slot: Slot, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = read(slot.name)
+    readme = (folder / slot.name / "README.md").read_text()
+    (words,) = re.findall(r"^glowplug check (--set .+)$", readme, re.MULTILINE)
+    common = ["--model", "embedded", "--facts", "cpu", "--plugin", guide.module]
+    assert main(["check", *shlex.split(words), *common]) == 0
+    assert f"{slot.section}.0.use" in capsys.readouterr().out
+    assert words.removeprefix("--set ") in (FOLDER / f"{slot.name}.md").read_text()
 
 
 def test_every_slot_has_a_template() -> None:
