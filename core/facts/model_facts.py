@@ -40,6 +40,11 @@ class ModelFacts:
         config: config.json as a plain dict in its normalised form (``model_folder.normalise``), in
             which ``rope_parameters`` is replaced by ``rope_scaling`` and ``rope_theta``.
         dtype: ``torch_dtype`` of the checkpoint.
+        vocab_size: number of tokens of the vocabulary.
+        hidden_size: size of the hidden states.
+        num_layers: number of decoder layers.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads.
         head_dim: elements of a head's query and key.
         max_positions: longest sequence of the model, in tokens.
         kv_lora_rank: size of MLA's latent; 0 for other attention.

@@ -149,18 +149,18 @@ class Sizes:
 class EnginePlan:
     """The frozen result of the six planning passes."""
 
-    model: str
-    dtype: str
-    kv_dtype: str
-    device: str
-    seed: int
-    overlap: bool
-    choices: tuple[Choice, ...]
-    decisions: tuple[Decision, ...]
-    budget: tuple[BudgetLine, ...]
-    sizes: Sizes
+    model: str  #: model as the operator named it
+    dtype: str  #: compute dtype, by torch's name
+    kv_dtype: str  #: dtype of the KV cache
+    device: str  #: device type, "cuda" or "cpu"
+    seed: int  #: seed from which requests without one get theirs
+    overlap: bool  #: the next step is launched before the results of this one are read
+    choices: tuple[Choice, ...]  #: chosen components of all slots
+    decisions: tuple[Decision, ...]  #: all decided values, in the order of the table
+    budget: tuple[BudgetLine, ...]  #: lines of the memory plan
+    sizes: Sizes  #: sizes that the engine runs with
     mesh: dict[str, int]  #: mesh axis -> size; {} for one rank
-    facts: Facts
+    facts: Facts  #: facts of model, machine and packages
     config: dict[str, Any]  #: the operator's configuration, as given
     plugins: tuple[str, ...]  #: names of the loaded plugin modules, defaults first
     #: ``PluginSet.fingerprint``; ranks whose plugins have another one do not start

@@ -132,6 +132,7 @@ class CheckContext:
         return chosen
 
 
+#: pure function that yields the refusals of a component
 Check = Callable[[CheckContext], Iterable[Refusal]]
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PROJECT = "glowplug"
 hookspec = pluggy.HookspecMarker(PROJECT)
+#: decorator of a plugin's functions that implement hooks
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 

@@ -28,7 +28,9 @@ class Capture(IntEnum):
     GRAPH = 2  #: it runs and can be captured in a CUDA graph
 
 
+#: ``Offers.modes`` of a component that runs in every mode and cannot be captured
 EVERY_MODE_EAGER: Mapping[Mode, Capture] = dict.fromkeys(Mode, Capture.EAGER)
+#: ``Offers.modes`` of a component that can be captured in every mode
 EVERY_MODE_GRAPH: Mapping[Mode, Capture] = dict.fromkeys(Mode, Capture.GRAPH)
 DEVICES = frozenset({"cpu", "cuda"})
 FLOAT_DTYPES = frozenset({"float32", "bfloat16", "float16"})

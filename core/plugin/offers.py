@@ -227,7 +227,11 @@ class SamplerOffers(Offers):
 
 @dataclass(frozen=True)
 class GrammarOffers(Offers):
-    """Kinds of ``GrammarSpec`` that a library compiles."""
+    """Capabilities of a library for structured output.
+
+    Attributes:
+        kinds_of_grammar: kinds of ``GrammarSpec`` that it compiles.
+    """
 
     kinds_of_grammar: frozenset[str] = frozenset()
 

@@ -37,8 +37,8 @@ class Batch:
     those below it, on the device.
     """
 
-    step: int
-    mode: Mode
+    step: int  #: number of the step
+    mode: Mode  #: kind of work of the step
     rows: NDArray[np.int32]  #: [B] rows of the sequence table
     #: [B] row epochs at scheduling; a row whose epoch has changed is stale at the commit
     epochs: NDArray[np.int64]
@@ -209,6 +209,14 @@ class StepResult:
     """The results of a step on the host, which the scheduler commits.
 
     Shapes are those of :class:`Accepted`.
+
+    Attributes:
+        tokens: int64 [B, W]; row i holds ``counts[i]`` valid tokens.
+        counts: int32 [B]; 0 for rows that do not sample.
+        bad: bool [B]; True: the row's logits have NaN or +inf, or are all -inf.
+        logprobs: (log-probabilities, ids of the most likely tokens, their log-probabilities) of
+            every entry of ``tokens``, flattened; None if no row requests them.
+        prompt_logprobs: log-probabilities of prompt tokens that the step computed.
     """
 
     tokens: NDArray[np.int64]

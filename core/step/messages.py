@@ -75,8 +75,10 @@ Inbound = Submit | Abort | Control
 class Logprobs(msgspec.Struct, array_like=True):
     """Log-probabilities of consecutive tokens of one sequence.
 
-    ``token[i]`` belongs to the i-th token; ``top_ids[i]`` and ``top[i]`` are those of the k most
-    likely tokens, best first.
+    Attributes:
+        token: log-probability of each token.
+        top_ids: ids of the k most likely tokens in place of each token, best first.
+        top: their log-probabilities.
     """
 
     token: list[float]
@@ -126,8 +128,21 @@ class Stats(msgspec.Struct, array_like=True):
     """Gauges, and counters since the start, for /metrics and the log line.
 
     Attributes:
+        running: sequences in rows of the sequence table.
+        waiting: sequences in the queue.
         pending_tokens: prompt tokens of running and waiting sequences that are not computed yet;
             of waiting sequences without those that are expected to be cached.
+        pages_total: pages of the KV pool without the scratch page.
+        pages_free: pages that hold nothing.
+        pages_evictable: pages of the prefix cache that no sequence uses.
+        page_size: tokens per page.
+        steps: steps of this group.
+        prompt_tokens: prompt tokens of admitted sequences.
+        cached_tokens: those of them found in the prefix cache.
+        output_tokens: tokens generated.
+        preemptions: times that a sequence was preempted.
+        aborted: sequences that ended with another reason than "stop" and "length".
+        finished: sequences that ended with "stop" or "length".
         prefix_queries: look-ups in the prefix cache, one per admission.
         prefix_hits: look-ups that found a prefix.
         prefix_query_tokens: prompt tokens looked up at a first admission.

@@ -28,16 +28,43 @@ class SamplingParams(
 ):
     """Parameters of sampling and of the end of generation.
 
-    Field names and defaults are those of vLLM's ``SamplingParams``. ``temperature=0`` is greedy.
-    ``top_k`` 0 or -1: off. ``seed=None``: a random seed. ``max_tokens=None``: as many as the
-    context allows. ``logprobs=k``: log-probabilities of the sampled token and of the k most likely.
+    Field names and defaults are those of vLLM's ``SamplingParams``.
 
     Structured output is given by ``structured_outputs`` (vLLM's spelling) or by ``json_schema``,
     ``regex``, ``ebnf`` or ``structural_tag`` (SGLang's); ``grammar`` is what they become, and the
     only one of them that is kept.
 
-    ``ext``: fields that components of the plan declare for requests, such as a policy's
-    (``PolicyOffers.request_fields``).
+    Attributes:
+        n: number of choices; each is a sequence of its own.
+        max_tokens: most tokens to generate; None: as many as the context allows.
+        min_tokens: tokens before which neither eos nor a stop token ends the sequence.
+        temperature: divisor of the logits; 0: greedy, the most likely token.
+        top_p: the least likely tokens are left out whose probabilities are beyond this sum.
+        top_k: number of most likely tokens to draw from; 0 or -1: all.
+        min_p: least probability of a token, as a share of that of the most likely one.
+        presence_penalty: subtracted from the logits of tokens that the output has.
+        frequency_penalty: subtracted for each time that the output has the token.
+        repetition_penalty: divisor of positive logits, and factor of negative ones, of tokens in
+            prompt and output; 1: none.
+        logit_bias: token id -> number added to its logit.
+        allowed_token_ids: the only tokens that may be drawn; None: all.
+        seed: seed of the random numbers; None: a random one.
+        stop: texts that end the sequence; a single text may be given without a list.
+        stop_token_ids: tokens that end the sequence.
+        ignore_eos: the end-of-sequence token does not end the sequence.
+        logprobs: k, for log-probabilities of the sampled token and of the k most likely; None: no
+            log-probabilities.
+        prompt_logprobs: the same for the tokens of the prompt.
+        skip_special_tokens: special tokens are left out of the text.
+        include_stop_str_in_output: the text includes the stop string that ended it.
+        grammar: the structured output; set from the other fields.
+        structured_outputs: structured output in vLLM's spelling.
+        json_schema: JSON schema that the answer matches, as text or as an object.
+        regex: regular expression that the whole answer matches.
+        ebnf: grammar of the answer, EBNF as in llama.cpp, or Lark.
+        structural_tag: structural tag, as text or as an object.
+        ext: fields that components of the plan declare for requests, such as a policy's
+            (``PolicyOffers.request_fields``).
 
     Raises:
         RequestError: a value is out of bounds; ``param`` names it.

@@ -83,7 +83,7 @@ def files_of(slot: Slot, name: str) -> dict[str, str]:
         NewPluginError: a class would have the name of another one in its module.
     """
     package = f"glowplug_{name}"
-    use = f"'{slot.name}=[{{use = \"{name}\"}}]'" if slot.many else f"{slot.section}.use={name}"
+    use = f"{slot.section}{'.0' if slot.many else ''}.use={name}"
     values = {
         "name": name,
         "slot": slot.name,

@@ -1,77 +1,53 @@
-"""``glowplug new-plugin``: the distribution of every slot passes its own tests and serves."""
+"""``glowplug new-plugin``: the distribution of every slot passes its own tests and serves.
+
+Each has the modules that the slot's guide page shows.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from glowplug import LLM, SamplingParams
+from glowplug import LLM
 from glowplug.core.plugin.slots import SLOTS, Slot
 from glowplug.entrypoints.cli.main import main
 from glowplug.entrypoints.cli.plugin_template import TEMPLATES
+from tests.support.guide_pages import FOLDER, GREEDY, config_of, read, run_tests
 from tests.support.tiny import write_config
 
 LEAST_PASSED = 3  #: tests of the shortest suite and of the declaration
-#: options of the nested run: it leaves the outer run's signals, output and files alone
-APART = ["timeout", "xdist", "cacheprovider", "faulthandler", "capture"]
-CONFIG: dict[str, Any] = {
-    "weights": {"use": "random"},
-    "skip_tokenizer": True,
-    "dtype": "float32",
-    "device": "cpu",
-    "context_length": 128,
-    "memory": {"kv_tokens": 512},
-}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 ROUNDED = {"quantization"}  #: slots whose component changes the weights
 slots = pytest.mark.parametrize("slot", SLOTS, ids=lambda slot: slot.name)
 
 
-def name_of(slot: Slot) -> str:
-    return f"kit_{slot.name}"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a folder with the distribution of every slot, importable from their src folders."""
+    """Yield a folder with the distribution of every slot, importable from their src folders.
+
+    The modules and tests are those of the slot's guide page, the other files as written.
+    """
     folder = tmp_path_factory.mktemp("kit")
     with pytest.MonkeyPatch.context() as patch:
         for slot in SLOTS:
-            output = str(folder / slot.name)
-            assert main(["new-plugin", slot.name, name_of(slot), "--output", output]) == 0
-            patch.syspath_prepend(str(folder / slot.name / "src"))
+            guide = read(slot.name)
+            output = folder / slot.name
+            assert main(["new-plugin", slot.name, guide.name, "--output", str(output)]) == 0
+            for path, text in guide.files.items():
+                (output / path).write_text(text)
+            patch.syspath_prepend(str(output / "src"))
         yield folder
-
-
-class Outcomes:
-    """A pytest plugin that collects the outcomes of tests."""
-
-    def __init__(self) -> None:
-        self.passed: list[str] = []
-        self.failed: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.failed.append(f"{report.nodeid}\n{report.longreprtext}")
-        elif report.passed and report.when == "call":
-            self.passed.append(report.nodeid)
 
 
 @slots
 def test_the_tests_of_a_new_distribution_pass(slot: Slot, folder: Path) -> None:
-    outcomes = Outcomes()
-    root = folder / slot.name
-    words = [word for name in APART for word in ("-p", f"no:{name}")]
-    code = pytest.main(
-        [*words, "-q", "--import-mode=importlib", "-c", str(root / "pyproject.toml"), str(root)],
-        plugins=[outcomes],
-    )
-    assert (int(code), outcomes.failed) == (0, [])
+    code, outcomes = run_tests(folder / slot.name)
+    assert (code, outcomes.failed) == (0, [])
     assert len(outcomes.passed) >= LEAST_PASSED
 
 
@@ -85,21 +61,31 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 @slots
 def test_an_engine_serves_with_a_new_component(slot: Slot, folder: Path, tmp_path: Path) -> None:
     """Its tokens are those of the built-in component."""
-    named = {"architectures": ["KitModelForCausalLM"]} if slot.name == "model" else {}
-    usual = model = str(write_config(tmp_path / "usual", "llama"))
-    if named:
-        model = str(write_config(tmp_path / "model", "llama", **named))
-    config = CONFIG
+    guide = read(slot.name)
+    config = config_of(guide, tmp_path)
+    usual = {name: value for name, value in config.items() if name != slot.section}
     if slot.name == "weights":
-        usual = model = "embedded"
-        config = {**CONFIG, "weights": {"use": "safetensors"}}
-    section: dict[str, Any] = {"use": name_of(slot)}
-    own = {slot.section: [section] if slot.many else section} if slot.section else {}
-    llm = LLM(model=model, plugins=[f"glowplug_{name_of(slot)}.plugin"], **{**config, **own})
-    assert name_of(slot) in [one.name for one in llm.plan.choices_in(slot.name)]
+        usual["weights"] = {"use": "safetensors"}
+    if slot.name == "model":
+        usual["model"] = str(write_config(tmp_path / "usual", "llama"))
+    llm = LLM(plugins=[guide.module], **config)
+    assert guide.name in [one.name for one in llm.plan.choices_in(slot.name)]
     tokens = tokens_of(llm)
     assert [len(one) for one in tokens] == [8, 8]
-    assert slot.name in ROUNDED or tokens == tokens_of(LLM(model=usual, **config))
+    assert slot.name in ROUNDED or tokens == tokens_of(LLM(**usual))
+
+
+@pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot.many], ids=lambda slot: slot.name)
+def test_the_readmes_command_names_an_entry_of_a_list(
+    slot: Slot, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = read(slot.name)
+    readme = (folder / slot.name / "README.md").read_text()
+    (words,) = re.findall(r"^glowplug check (--set .+)$", readme, re.MULTILINE)
+    common = ["--model", "embedded", "--facts", "cpu", "--plugin", guide.module]
+    assert main(["check", *shlex.split(words), *common]) == 0
+    assert f"{slot.section}.0.use" in capsys.readouterr().out
+    assert words.removeprefix("--set ") in (FOLDER / f"{slot.name}.md").read_text()
 
 
 def test_every_slot_has_a_template() -> None:
