@@ -20,8 +20,7 @@ from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import ModelOffers, QuantizationOffers
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.fakes import component
-from glowplug.models.families import ModelOptions
-from glowplug.models.inventory import llama_inventory
+from glowplug.models.families import ModelOptions, llama_inventory
 from glowplug.plugins.quantization.shared.skipped_modules import UNLISTED
 from tests.plan.test_refusals import with_components
 from tests.plugins.strata import GROUP
@@ -250,7 +249,9 @@ def test_a_family_without_an_inventory_needs_headers(tmp_path: Path) -> None:
 def test_a_family_has_the_inventory_of_one_with_the_same_factory(tmp_path: Path) -> None:
     offers = ModelOffers(architectures=frozenset({"MistralForCausalLM"}), kind="mha")
     factory = "glowplug.models.llama:LlamaFamily"
-    family = Component("mistral", ModelOptions, factory, offers, summary="Llama's layers")
+    family = Component(
+        "mistral", ModelOptions, factory, offers, contract=2, summary="Llama's layers"
+    )
     own = with_components(model=[family])
     folder = write_config(tmp_path, "llama", architectures=["MistralForCausalLM"])
     plan = plan_of(own, folder, {"tp": 2})
