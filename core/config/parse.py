@@ -286,7 +286,8 @@ def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
     for depth, part in enumerate(path[:-1]):
         if isinstance(holder, dict) and part not in holder:
             return  # already removed as a whole, because of another of its items
-        if isinstance(holder[part], list) and (depth or part not in _LISTS):
+        plain = isinstance(holder[part], list) and (depth or part not in _LISTS)
+        if plain or not isinstance(holder[part], dict | list):
             holder.pop(part)
             return
         holder = holder[part]

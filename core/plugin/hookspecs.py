@@ -231,7 +231,7 @@ def extend_app(app: Any, plan: EnginePlan, engine: EngineHandle) -> None:
 
 @hookspec
 def request_observers(plan: EnginePlan) -> list[RequestObserver]:  # type: ignore[empty-body]
-    """Return observers (``core/protocols/requests.py``) to be called after each HTTP request.
+    """Return observers (``core/protocols/serving.py``) to be called after each HTTP request.
 
     The server calls them directly, not through hooks. The hook runs once, before loading.
     """

@@ -313,21 +313,26 @@ def entry_point_sources() -> list[PluginSource]:
         PluginLoadError: two entry points have the same name; pluggy would skip the second silently.
     """
     sources: dict[str, PluginSource] = {}
+    for source in found_entry_points():
+        if source.name in sources:
+            raise PluginLoadError(
+                f"two distributions have an entry point named {source.name!r}: "
+                f"{sources[source.name].origin} and {source.origin}; uninstall one of them"
+            )
+        sources[source.name] = source
+    return list(sources.values())
+
+
+def found_entry_points() -> Iterator[PluginSource]:
+    """Yield the entry points of the group ``glowplug``, also those that share a name, by name."""
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
         dist = point.dist
-        source = PluginSource(
+        yield PluginSource(
             point.name,
             point.value,
             dist.name if dist else "unknown distribution",
             dist.version if dist else "",
         )
-        if point.name in sources:
-            raise PluginLoadError(
-                f"two distributions have an entry point named {point.name!r}: "
-                f"{sources[point.name].origin} and {source.origin}; uninstall one of them"
-            )
-        sources[point.name] = source
-    return list(sources.values())
 
 
 def distribution_of(module: str) -> tuple[str, str]:

@@ -77,10 +77,6 @@ from glowplug.core.protocols.quantization import (
     Quantized as Quantized,
     StartedExperts as StartedExperts,
 )
-from glowplug.core.protocols.requests import (
-    EndedRequest as EndedRequest,
-    RequestObserver as RequestObserver,
-)
 from glowplug.core.protocols.sampling import (
     Sampled as Sampled,
     Sampler as Sampler,
@@ -96,8 +92,10 @@ from glowplug.core.protocols.scheduling import (
     SchedulingPolicy as SchedulingPolicy,
 )
 from glowplug.core.protocols.serving import (
+    EndedRequest as EndedRequest,
     EngineHandle as EngineHandle,
     OutputPart as OutputPart,
+    RequestObserver as RequestObserver,
 )
 from glowplug.core.protocols.weights import (
     StreamingSource as StreamingSource,

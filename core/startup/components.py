@@ -24,7 +24,7 @@ from glowplug.core.plugin.registry import (
     entry_point_sources,
 )
 from glowplug.core.protocols import QuantizationScheme, SpeculativeAlgorithm, Worker
-from glowplug.core.protocols.members import member_faults
+from glowplug.core.startup.checks.members import member_faults
 from glowplug.core.step.graph_pieces import DraftExtend
 
 

@@ -76,9 +76,9 @@ def draft_costs(
 def adapt(scheduler: Scheduler, plan: EnginePlan, costs: DraftCosts | None) -> None:
     """Have ``scheduler`` choose the size of the drafts of each step by ``costs``, if any."""
     if costs is not None:
-        policy = AdaptivePolicy(
-            plan.sizes.draft_shapes, costs, plan.sizes.max_running, clocked=plan.ranks == 1
-        )
+        # costs that the operator gave are not corrected
+        clocked = plan.ranks == 1 and plan.draft_costs is None
+        policy = AdaptivePolicy(plan.sizes.draft_shapes, costs, plan.sizes.max_running, clocked)
         scheduler.adapt(policy)  # type: ignore[attr-defined]  # the plan has checked its offers
 
 

@@ -10,10 +10,11 @@ from types import FrameType
 from typing import Any
 
 from glowplug.core.errors import RequestError
+from glowplug.core.protocols import Piece
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.chat.session import ChatError, ChatPart, Message
 from glowplug.entrypoints.chat.settings import ChatSettings
-from glowplug.entrypoints.front.chat.answers import answer_form
+from glowplug.entrypoints.front.chat.answers import AnswerParser, answer_form
 from glowplug.entrypoints.front.chat.turn import Turn
 from glowplug.entrypoints.front.llm import LLM
 
@@ -46,16 +47,11 @@ class LocalChat:
         plain = [{"role": one["role"], "content": one["content"]} for one in messages]
         try:
             params = SamplingParams(**{"max_tokens": None, **settings.sampling()})
-            turn = Turn(plain, template=template)
-            request = turn.output_request(turn.prompt_text(self._tokenizer))
-            parser = answer_form(request, self._llm.output_parsers, params).start()
+            parser = self._parser(Turn(plain, template=template), params)
             deltas: Any = self._llm.stream(plain, params, **template)
             with closing(deltas), deferred_interrupt() as interrupted:
                 for delta in deltas:
-                    texts = {"reasoning": "", "content": ""}
-                    for piece in parser.feed(delta):
-                        texts[piece.kind] += piece.text
-                    yield ChatPart(**texts, finish=delta.finish_reason)
+                    yield _part(parser.feed(delta), delta.finish_reason)
                     if delta.finish_reason == "error":
                         raise ChatError(delta.error or "the answer failed")
                     if interrupted.is_set() and delta.finish_reason is None:
@@ -63,8 +59,21 @@ class LocalChat:
         except RequestError as error:
             raise ChatError(str(error)) from None
 
+    def _parser(self, turn: Turn, params: SamplingParams) -> AnswerParser:
+        """Return the parser of a turn's answer."""
+        request = turn.output_request(turn.prompt_text(self._tokenizer))
+        return answer_form(request, self._llm.output_parsers, params).start()
+
     def close(self) -> None:
         self._llm.close()
+
+
+def _part(pieces: Sequence[Piece], finish: str | None) -> ChatPart:
+    """Return the pieces of an answer without tools as one part."""
+    texts = {"reasoning": "", "content": ""}
+    for piece in pieces:
+        texts[piece.kind] += piece.text
+    return ChatPart(**texts, finish=finish)
 
 
 @contextmanager

@@ -60,6 +60,10 @@ COMMANDS: dict[str, Command] = {
     "plugins": Command(
         "glowplug.entrypoints.cli.commands.plugins", "list plugins and what they register"
     ),
+    "new-plugin": Command(
+        "glowplug.entrypoints.cli.commands.new_plugin",
+        "write a plugin distribution for a slot, with tests that pass",
+    ),
     "schema": Command(
         "glowplug.entrypoints.cli.commands.schema",
         "print the JSON Schema of the configuration, for editors",

@@ -59,7 +59,9 @@ class OfDrafts(ProjectedSuite):
     nope, rope, value, lora = 16, 64, 8, 512
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
-        plan = drafting(replace(plan, sizes=replace(plan.sizes, width=WIDTH)))
+        drafts = plan.sizes.draft_layers
+        plan = replace(plan, sizes=replace(plan.sizes, width=WIDTH))
+        plan = plan if drafts else drafting(plan)
         options = self.component().options()
         module, _, name = self.component().factory.partition(":")
         backend: AttentionBackend = getattr(importlib.import_module(module), name)(

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 
 from glowplug import LLM, SamplingParams
+from glowplug.entrypoints.front.chat.turn import Turn
 from tests.support.random_schemas import random_schema
 
 QUESTION = [{"role": "user", "content": "Give me some JSON."}]
@@ -67,8 +68,11 @@ def run(
             found.add(seed, schema, answer.text, answer.error or answer.finish_reason)
         return found
     template = {"enable_thinking": thinking}
-    started = [llm._chat(QUESTION, one, template) for one in params]
-    streams = {llm._submit(llm._check(*one)): number for number, one in enumerate(started)}
+    started = [llm._chat(Turn(QUESTION, template=template), one) for one in params]
+    streams = {
+        llm._submit(llm._check(ids, form.params)): number
+        for number, (ids, form) in enumerate(started)
+    }
     texts = [""] * len(seeds)
     ends: dict[int, str | None] = {}
     while len(ends) < len(seeds):

@@ -50,7 +50,6 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
         {"text": "x" * 250, "sampling_params": {"max_new_tokens": 50}},
         "sampling_params.max_new_tokens",
     ),
-    ("/generate", {"text": "x" * 200}, "sampling_params.max_new_tokens"),
 ]
 
 

@@ -187,7 +187,7 @@ def _looks_up(function: ast.expr) -> bool:
 
 
 #: options that are accepted for other engines' command lines alone; they are always marked
-ACCEPTED_ONLY = {"revision", "trust_remote_code"}
+ACCEPTED_ONLY = {"trust_remote_code"}
 
 
 @pytest.mark.parametrize("path", sorted({path for path, *_ in OPTIONS}))

@@ -396,8 +396,13 @@ def test_the_traceback_of_a_request_has_its_id(
     with httpx.Client(base_url=server.url, headers={"x-request-id": "my-own-1"}) as client:
         client.post(COMPLETIONS, json={"prompt": "say:abcdef", "stream": stream})
     lines.requests(1)
-    shown = [*lines.human, *(OneLine().format(record) for record in caplog.records)]
-    (traceback,) = {line for line in shown if "a fault of the server" in line}
+    end = time.monotonic() + 10  # the HTTP server logs it after the response
+    found: set[str] = set()
+    while not found and time.monotonic() < end:
+        time.sleep(0.01)
+        shown = [*lines.human, *(OneLine().format(record) for record in caplog.records)]
+        found = {line for line in shown if "a fault of the server" in line}
+    (traceback,) = found
     assert "id=my-own-1" in traceback or "request id: my-own-1" in traceback
 
 

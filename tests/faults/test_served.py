@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from fastapi import FastAPI
 
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.served_folder import write_served
@@ -132,8 +131,10 @@ def test_an_output_parser_that_raises_fails_its_request_alone(stream: bool) -> N
 class FaultyRoute:
     """A plugin set whose hook adds a route that raises."""
 
-    def call_each(self, hook: str, *, app: FastAPI, plan: Any) -> None:
-        app.add_api_route("/mine", broken)
+    def call_each(self, hook: str, **given: Any) -> list[Any]:
+        if hook == "extend_app":
+            given["app"].add_api_route("/mine", broken)
+        return []
 
 
 def broken() -> None:

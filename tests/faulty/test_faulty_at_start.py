@@ -100,8 +100,8 @@ AT_PLAN: dict[str, tuple[str, dict[str, str], str, str]] = {
     ),
     "written for another contract": (
         "policy",
-        {"changes": "contract=0"},
-        "was written for contract 0",
+        {"changes": "contract=99"},
+        "was written for contract 99",
         "nothing was loaded",
     ),
     "a package is too old": (

@@ -12,7 +12,7 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.errors import EngineDead, PluginLoadError, RequestError
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import OutputRequest, Worker
 from glowplug.core.startup.grammars import grammar_builder
 from glowplug.core.step.structured import GrammarSpec
 from glowplug.entrypoints.front.named_parsers import build_parsers
@@ -138,7 +138,7 @@ def test_a_request_that_a_component_holds_ends_and_others_are_right(
 
 PARSER = """
     def start(self, *given, **named):
-        if given[0].endswith("raise"):
+        if given[0].prompt_tail.endswith("raise"):
             raise ValueError("no format")
         inner = super().start(*given, **named)
         feed = inner.feed
@@ -167,9 +167,9 @@ def test_a_parser_that_fails_ends_its_request_alone(
     plugins = load_plugins()
     chosen = {**config(site, "policy"), "policy": {"use": "fcfs"}, "outputs": [{"use": "faulty"}]}
     (factory,) = build_parsers(make_plan(chosen, plugins=plugins), plugins)
-    other = factory.start("", None)
+    other = factory.start(OutputRequest())
     with pytest.raises(RequestError) as caught:
-        factory.start(tail, None).feed(text)
+        factory.start(OutputRequest(tail)).feed(text)
     names_it(str(caught.value), said, "phase serve")
     assert (caught.value.status, caught.value.code) == (500, "component_failed")
     assert "".join(one.text for one in [*other.feed("fine"), *other.finish()]) == "fine"

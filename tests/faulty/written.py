@@ -96,6 +96,7 @@ class Faulty(base.options):
 
 def made(**changes):
     values = {{"name": "faulty", "options": Faulty, "factory": "{package}.runtime:Runtime"}}
+    values["contract"] = CONTRACT
     return replace(base, **{{**values, **changes}})
 
 @hookimpl

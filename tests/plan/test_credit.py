@@ -46,6 +46,7 @@ FITTING: dict[str, list[Any]] = {
     "address": ["10.0.0.1:29500"],
     "kv_bytes": [1 << 24],
     "page_size": [16, 64],
+    "stored_response_bytes": [1 << 20],
     "steps": [2],
     "draft_tokens": [2],
     "topk": [1],

@@ -88,7 +88,7 @@ def test_the_plans_json_has_the_options_name(planned: Any, value: bool) -> None:
     plan = asked(planned, value, hardware=H200)
     keys = json.loads(plan.to_json())
     assert keys["growing_segments"] is value and "expandable_segments" not in keys
-    assert list(keys)[-3:] == ["growing_segments", "draft_choices", "chat_template"]
+    assert list(keys).index("growing_segments") + 1 == list(keys).index("draft_choices")
     assert EnginePlan.from_json(plan.to_json()) == plan
 
 

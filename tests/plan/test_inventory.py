@@ -16,7 +16,7 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.weight_classes import TARGET
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
-from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.component import CONTRACT, Component
 from glowplug.core.plugin.offers import ModelOffers, QuantizationOffers
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.fakes import component
@@ -250,7 +250,7 @@ def test_a_family_has_the_inventory_of_one_with_the_same_factory(tmp_path: Path)
     offers = ModelOffers(architectures=frozenset({"MistralForCausalLM"}), kind="mha")
     factory = "glowplug.models.llama:LlamaFamily"
     family = Component(
-        "mistral", ModelOptions, factory, offers, contract=2, summary="Llama's layers"
+        "mistral", ModelOptions, factory, offers, summary="Llama's layers", contract=CONTRACT
     )
     own = with_components(model=[family])
     folder = write_config(tmp_path, "llama", architectures=["MistralForCausalLM"])

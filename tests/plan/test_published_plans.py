@@ -656,6 +656,10 @@ BESIDES: dict[str, Values] = {
     "--disable-draft-extend-cuda-graph": {"option.graphs.draft_extend": False},
     "--enable-tokenizer-info-endpoint": {"server.tokenizer_info": True},
     "--no-enable-tokenizer-info-endpoint": {"server.tokenizer_info": False},
+    "--metrics-compat vllm": {"metrics.compat": ("vllm",)},
+    "--otlp-traces-endpoint http://127.0.0.1:4318/v1/traces": {
+        "tracing.endpoint": "http://127.0.0.1:4318/v1/traces"
+    },
     "--page": {"server.page": True},
     "--no-page": {"server.page": False},
     "--disable-page": {"server.page": False},

@@ -12,6 +12,7 @@ from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_EAGER, AttentionOffers, QuantizationOffers
 from glowplug.plugins.attention.mla.torch import TorchMlaOptions
+from glowplug.plugins.attention.shared.kv_layout import parted_latent_entries
 from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 
 
@@ -52,7 +53,10 @@ def register_attention_backends() -> list[Component]:
             FaultyDecodeOptions,
             "tests.plugins.faulty_runtime:FaultyDecode",
             offers=AttentionOffers(
-                kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER), first_key=True
+                kinds=frozenset({"mla"}),
+                modes=dict(EVERY_MODE_EAGER),
+                first_key=True,
+                kv_entries=parted_latent_entries,
             ),
             summary="torch_mla with a wrong scale in one layer's decode steps",
         )

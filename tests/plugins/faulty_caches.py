@@ -24,7 +24,7 @@ class LargerOptions(AttentionOptions):
 
 class OddOptions(AttentionOptions):
     use: Literal["odd"] = "odd"
-    kv_dtype: Literal["int4", "fp32", "float16", "bfloat16", "fp8_e5m2"] = "int4"  # type: ignore[assignment]
+    kv_dtype: Literal["int4", "float23", "float16", "bfloat16", "fp8_e5m2"] = "int4"  # type: ignore[assignment]
 
 
 def plain(context: KVContext) -> tuple[KVEntry, ...]:
@@ -35,7 +35,7 @@ def plain(context: KVContext) -> tuple[KVEntry, ...]:
 
 
 def odd(context: KVContext) -> tuple[KVEntry, ...]:
-    more = {"float16": ((7,),), "bfloat16": ((0, 1),), "int4": (), "fp32": ()}[context.dtype]
+    more = {"float16": ((7,),), "bfloat16": ((0, 1),), "int4": (), "float23": ()}[context.dtype]
     return (*plain(context), *(KVEntry("rope", (1,), context.dtype, layers) for layers in more))
 
 
@@ -44,6 +44,11 @@ class Larger(AttentionBackend):
 
     def __init__(self, options: LargerOptions, plan: EnginePlan, worker: Worker) -> None:
         self._plan = plan
+
+    def mla_projected(self, *given: object) -> None:
+        """Never run: the start ends before."""
+
+    mla = store_mla = mla_projected
 
     def kv_layout(self) -> KVLayout:
         def larger(context: KVContext) -> tuple[KVEntry, ...]:
@@ -56,7 +61,7 @@ class Larger(AttentionBackend):
 @hookimpl
 def register_attention_backends() -> list[Component]:
     kinds, modes = frozenset({"mla"}), dict(EVERY_MODE_EAGER)
-    kept = frozenset({"int4", "fp32", "float16", "bfloat16", "fp8_e5m2"})
+    kept = frozenset({"int4", "float23", "float16", "bfloat16", "fp8_e5m2"})
     return [
         Component(
             "larger",

@@ -10,6 +10,7 @@ from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_EAGER, AttentionOffers
 from glowplug.plugins.attention.mla.torch import TorchMlaOptions
+from glowplug.plugins.attention.shared.kv_layout import parted_latent_entries
 
 KEYS = 24
 ROWS = range(2, 5)
@@ -30,6 +31,7 @@ def register_attention_backends() -> list[Component]:
                 kinds=frozenset({"mla"}),
                 modes=dict(EVERY_MODE_EAGER),
                 first_key=True,
+                kv_entries=parted_latent_entries,
                 short_keys=KEYS,
                 short_rows=lambda heads: ROWS,
             ),

@@ -126,7 +126,7 @@ def test_a_layout_that_contradicts_the_plan_stops_the_start(folder: Path) -> Non
     ("kept", "reason"),
     [
         ("int4", "latent has the unknown dtype 'int4'"),
-        ("fp32", "latent has the unknown dtype 'fp32' (did you mean 'float32'?)"),
+        ("float23", "latent has the unknown dtype 'float23' (did you mean 'float32'?)"),
         ("float16", "rope is of layer 7 of 3"),
         ("bfloat16", "layer 0 has two entries 'rope'"),
     ],

@@ -43,6 +43,7 @@ GOOD: dict[str, list[Any]] = {
     **dict.fromkeys(
         ("structured_outputs", "json_schema", "regex", "ebnf", "structural_tag"), [None]
     ),
+    "ext": [{}, {"deadline": 1.5}],
 }
 BAD: dict[str, list[Any]] = {
     "n": [0, MAX_N + 1, True, 1.0, None],
@@ -71,6 +72,7 @@ BAD: dict[str, list[Any]] = {
     "regex": ["", 5, "\0"],
     "ebnf": ["", 5, "\ud800"],
     "structural_tag": ["[]", 5],
+    "ext": [1, "a", []],
 }
 
 

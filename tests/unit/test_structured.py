@@ -50,6 +50,9 @@ class Word:
         mask[:] = 0
         allow_token(mask, EOS if self.complete() else self.word[self.at])
 
+    def forced(self) -> list[int]:
+        return self.word[self.at :]
+
     def complete(self) -> bool:
         return self.at == len(self.word)
 
@@ -184,7 +187,7 @@ def test_each_node_of_a_tree_of_drafts_has_a_mask_of_its_own() -> None:
     tokens = [5, 9, 6, 7, 7, 8, EOS]
     parents = [0, 0, 0, 1, 2, 4, 5]
     masks = np.full((len(tokens), words_of(VOCAB)), -1, np.int32)
-    one.fill_tree(tokens, parents, masks)
+    one.fill_tree(tokens, parents, masks, lambda node, forced: None)
     found = [allowed(mask) for mask in masks]
     everything = list(range(VOCAB))
     assert found == [[6], everything, [7], everything, [8], [EOS], everything]

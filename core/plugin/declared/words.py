@@ -25,7 +25,6 @@ VOCABULARY: Mapping[str | tuple[str, str], frozenset[str]] = {
     "axes": frozenset(AXES),
     "kind": frozenset({"mla", "mha"}),
     ("AttentionOffers", "kinds"): frozenset({"mla", "mha"}),
-    ("OutputOffers", "kinds"): frozenset({"reasoning", "tool_call"}),
 }
 #: words that are often written for another one; in fields of any words these are refused, too
 MISTAKEN: Mapping[str, str] = {

@@ -10,10 +10,16 @@ from glowplug.core.facts.machine import this_machine
 from glowplug.core.plan.candidates import unavailable
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.plugin.slots import SLOTS
+from glowplug.entrypoints.cli.available_plugins import print_available, print_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--available",
+        action="store_true",
+        help="list the installed entry points, also those that cannot be loaded, with the reason",
+    )
     parser.add_argument(
         "--plugin",
         action="append",
@@ -32,6 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the plugins, print a table or JSON of them and return the exit code."""
+    if args.available:
+        print_available(args.plugin, args.block_plugin, args.json)
+        return 0
     plugins = load_plugins(extra=args.plugin, block=args.block_plugin)
     found = listing(plugins)
     if args.json:
@@ -94,6 +103,4 @@ def show(found: list[dict[str, Any]]) -> None:
             )
         if not plugin["components"]:
             lines.append(("(hooks)", ", ".join(plugin["hooks"]), plugin["name"], origin, "", "yes"))
-    sizes = [max(len(line[i]) for line in lines) for i in range(6)]
-    for line in lines:
-        print("  ".join(cell.ljust(size) for cell, size in zip(line, sizes)).rstrip())
+    print_table(lines)

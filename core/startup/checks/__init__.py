@@ -1,0 +1,1 @@
+"""Checks of built components."""

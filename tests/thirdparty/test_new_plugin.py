@@ -1,0 +1,157 @@
+"""``glowplug new-plugin``: the distribution of every slot passes its own tests and serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glowplug import LLM, SamplingParams
+from glowplug.core.plugin.slots import SLOTS, Slot
+from glowplug.entrypoints.cli.main import main
+from glowplug.entrypoints.cli.plugin_template import TEMPLATES
+from tests.support.tiny import write_config
+
+LEAST_PASSED = 3  #: tests of the shortest suite and of the declaration
+#: options of the nested run: it leaves the outer run's signals, output and files alone
+APART = ["timeout", "xdist", "cacheprovider", "faulthandler", "capture"]
+CONFIG: dict[str, Any] = {
+    "weights": {"use": "random"},
+    "skip_tokenizer": True,
+    "dtype": "float32",
+    "device": "cpu",
+    "context_length": 128,
+    "memory": {"kv_tokens": 512},
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+ROUNDED = {"quantization"}  #: slots whose component changes the weights
+slots = pytest.mark.parametrize("slot", SLOTS, ids=lambda slot: slot.name)
+
+
+def name_of(slot: Slot) -> str:
+    return f"kit_{slot.name}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a folder with the distribution of every slot, importable from their src folders."""
+    folder = tmp_path_factory.mktemp("kit")
+    with pytest.MonkeyPatch.context() as patch:
+        for slot in SLOTS:
+            output = str(folder / slot.name)
+            assert main(["new-plugin", slot.name, name_of(slot), "--output", output]) == 0
+            patch.syspath_prepend(str(folder / slot.name / "src"))
+        yield folder
+
+
+class Outcomes:
+    """A pytest plugin that collects the outcomes of tests."""
+
+    def __init__(self) -> None:
+        self.passed: list[str] = []
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(f"{report.nodeid}\n{report.longreprtext}")
+        elif report.passed and report.when == "call":
+            self.passed.append(report.nodeid)
+
+
+@slots
+def test_the_tests_of_a_new_distribution_pass(slot: Slot, folder: Path) -> None:
+    outcomes = Outcomes()
+    root = folder / slot.name
+    words = [word for name in APART for word in ("-p", f"no:{name}")]
+    code = pytest.main(
+        [*words, "-q", "--import-mode=importlib", "-c", str(root / "pyproject.toml"), str(root)],
+        plugins=[outcomes],
+    )
+    assert (int(code), outcomes.failed) == (0, [])
+    assert len(outcomes.passed) >= LEAST_PASSED
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    """Return the tokens of two requests."""
+    with llm:
+        prompts = [[2, 3, 4, 5, 6] * 5, [7, 8]]
+        return [list(one.token_ids) for one in llm.generate(prompts, GREEDY)]
+
+
+@slots
+def test_an_engine_serves_with_a_new_component(slot: Slot, folder: Path, tmp_path: Path) -> None:
+    """Its tokens are those of the built-in component."""
+    named = {"architectures": ["KitModelForCausalLM"]} if slot.name == "model" else {}
+    usual = model = str(write_config(tmp_path / "usual", "llama"))
+    if named:
+        model = str(write_config(tmp_path / "model", "llama", **named))
+    config = CONFIG
+    if slot.name == "weights":
+        usual = model = "embedded"
+        config = {**CONFIG, "weights": {"use": "safetensors"}}
+    section: dict[str, Any] = {"use": name_of(slot)}
+    own = {slot.section: [section] if slot.many else section} if slot.section else {}
+    llm = LLM(model=model, plugins=[f"glowplug_{name_of(slot)}.plugin"], **{**config, **own})
+    assert name_of(slot) in [one.name for one in llm.plan.choices_in(slot.name)]
+    tokens = tokens_of(llm)
+    assert [len(one) for one in tokens] == [8, 8]
+    assert slot.name in ROUNDED or tokens == tokens_of(LLM(model=usual, **config))
+
+
+def test_every_slot_has_a_template() -> None:
+    found = {path.stem for path in TEMPLATES.glob("*.txt")}
+    assert found == {slot.name for slot in SLOTS} | {"common"}
+
+
+def test_new_files_are_formatted_and_free_of_lint(folder: Path) -> None:
+    ruff = [sys.executable, "-m", "ruff"]
+    for command in (["check", "--select", "E,F,I,UP,B", "--ignore", "B905"], ["format", "--check"]):
+        for slot in SLOTS:
+            done = subprocess.run(
+                [*ruff, *command, "--isolated", "--line-length", "100", "--no-cache", "."],
+                cwd=folder / slot.name,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["polcy", "mine"], "unknown slot 'polcy', did you mean 'policy'?"),
+        (["policy", "Shortest-First"], "for example 'shortest_first'"),
+        (["policy", "1st"], "bad name '1st'"),
+        (["policy", "a" * 33], "longer than 32"),
+        (["policy", "auto"], "is reserved"),
+        (["policy", "class"], "is reserved"),
+        (["policy", "fcfs"], "has a built-in component called 'fcfs'"),
+        (["policy", "scheduling"], "a class SchedulingPolicy, which it has already"),
+        (["outputs", "output"], "a class OutputOptions, which it has already"),
+    ],
+)
+def test_a_wrong_slot_or_name_is_refused(
+    words: list[str],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-plugin", *words]) == 2
+    assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    assert main(["new-plugin", "policy", "mine", "--output", str(tmp_path / "mine")]) == 2
+    assert "exists; name another folder with --output" in capsys.readouterr().err
+    assert list((tmp_path / "mine").iterdir()) == []
