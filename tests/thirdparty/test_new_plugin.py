@@ -15,6 +15,7 @@ from glowplug.core.plugin.slots import SLOTS, Slot
 from glowplug.entrypoints.cli.main import main
 from glowplug.entrypoints.cli.plugin_template import TEMPLATES
 from tests.support.tiny import write_config
+from tests.thirdparty.packages import private_modules
 
 LEAST_PASSED = 3  #: tests of the shortest suite and of the declaration
 #: options of the nested run: it leaves the outer run's signals, output and files alone
@@ -28,6 +29,8 @@ CONFIG: dict[str, Any] = {
     "memory": {"kv_tokens": 512},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+#: slots whose component extends the built-in one
+EXTENDED = {"scheduler", "sampling", "graphs", "executor", "ops"}
 ROUNDED = {"quantization"}  #: slots whose component changes the weights
 slots = pytest.mark.parametrize("slot", SLOTS, ids=lambda slot: slot.name)
 
@@ -100,6 +103,14 @@ def test_an_engine_serves_with_a_new_component(slot: Slot, folder: Path, tmp_pat
     tokens = tokens_of(llm)
     assert [len(one) for one in tokens] == [8, 8]
     assert slot.name in ROUNDED or tokens == tokens_of(LLM(model=usual, **config))
+
+
+@slots
+def test_a_new_component_imports_the_public_interface_only(slot: Slot, folder: Path) -> None:
+    """A component that extends the built-in one imports it, too."""
+    others = private_modules(folder / slot.name / "src")
+    assert bool(others) == (slot.name in EXTENDED)
+    assert all(module.startswith("glowplug.plugins.") for module in others)
 
 
 def test_every_slot_has_a_template() -> None:

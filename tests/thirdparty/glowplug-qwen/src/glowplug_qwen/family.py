@@ -9,8 +9,7 @@ from glowplug.core.layers.mha import MhaAttention
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.moe import Moe
 from glowplug.core.layers.rope import Rope, RopeConfig
-from glowplug.core.protocols import Model, Worker
-from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.protocols import BuildContext, Model, Worker
 from glowplug_qwen.plugin import QwenOptions, routed
 
 
