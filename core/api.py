@@ -17,7 +17,7 @@ from glowplug.core.errors import (
     RequestError,
     WeightError,
 )
-from glowplug.core.facts import weight_classes
+from glowplug.core.facts import decoder_tensors, weight_classes
 from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
 from glowplug.core.facts.kv_layout import KVContext, KVEntry, KVLayout, head_entries, latent_entries
 from glowplug.core.facts.layer_sizes import LayerSizes
@@ -165,6 +165,7 @@ __all__ = [
     "WeightError",
     "WeightOffers",
     "WeightOptions",
+    "decoder_tensors",
     "head_entries",
     "hookimpl",
     "latent_entries",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.decoder_tensors import decoder_inventory, grouped_attention
+from glowplug.core.facts.inventory import Inventory
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plugin.component import CheckContext, Component, Options
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import ModelOffers
@@ -13,7 +16,6 @@ from glowplug.models.deepseek.inventory import deepseek_inventory, normalise
 from glowplug.models.eagle.check import check_head
 from glowplug.models.eagle.config import DEEPSEEK_EAGLE3, LLAMA_EAGLE, LLAMA_EAGLE3
 from glowplug.models.eagle.inventory import head_inventory
-from glowplug.models.inventory import llama_inventory
 
 #: type of rope scaling -> keys that config.json must have for it
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -97,6 +99,11 @@ def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
             f"{config['num_experts_per_tok']} experts per token cannot come from {best} groups of "
             f"{experts // groups} (num_experts_per_tok, topk_group)"
         )
+
+
+def llama_inventory(model: ModelFacts) -> Inventory:
+    """Return the tensors of a Llama model: grouped-query attention, gated feed-forward layers."""
+    return decoder_inventory(model, grouped_attention(model, range(model.num_layers)))
 
 
 @hookimpl

@@ -26,6 +26,7 @@ from glowplug.core.protocols.attention import (
     ProjectedMla as ProjectedMla,
     RopeRows as RopeRows,
 )
+from glowplug.core.protocols.build_context import BuildContext as BuildContext
 from glowplug.core.protocols.front import (
     Executor as Executor,
     OutputParser as OutputParser,

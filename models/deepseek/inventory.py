@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
-from glowplug.core.facts.layer_sizes import LayerSizes
-from glowplug.core.facts.model_facts import ModelFacts, stated
-from glowplug.core.facts.weight_classes import EXPERTS, KV_UP, ROUTER, SHARED, VOCAB, WHOLE
-from glowplug.models.deepseek.config import BIAS_METHOD, default_method, is_dense, topk_method
-from glowplug.models.inventory import (
+from glowplug.core.facts.decoder_tensors import (
     ATTENTION,
     BLOCK,
     MLP,
@@ -21,8 +16,14 @@ from glowplug.models.inventory import (
     norms,
     output_projection,
     query_projection,
+    routed_experts,
     unloaded,
 )
+from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
+from glowplug.core.facts.layer_sizes import LayerSizes
+from glowplug.core.facts.model_facts import ModelFacts, stated
+from glowplug.core.facts.weight_classes import KV_UP, ROUTER, SHARED, VOCAB, WHOLE
+from glowplug.models.deepseek.config import BIAS_METHOD, default_method, is_dense, topk_method
 
 
 def normalise(config: dict[str, Any]) -> dict[str, Any]:
@@ -110,22 +111,10 @@ def _down(model: ModelFacts, layers: Sequence[int], name: str, rows: int) -> Ten
 def _experts(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
     """Return the tensors of gate, routed experts and shared expert in ``layers``."""
     width = stated(model, "moe_intermediate_size")
-    count = model.n_routed_experts
-    found = [
-        TensorSpec(f"{MLP}.gate.weight", ROUTER, count, model.hidden_size, layers),
-        *gated_mlp(
-            model,
-            f"{MLP}.experts.{{expert}}",
-            EXPERTS,
-            width,
-            layers,
-            Split("moe_intermediate_size", width, module=f"{MLP}.experts"),
-            count,
-        ),
-    ]
+    found = routed_experts(model, layers)
     if topk_method(model) == BIAS_METHOD:
         bias = f"{MLP}.gate.e_score_correction_bias"
-        found.append(TensorSpec(bias, ROUTER, count, layers=layers))
+        found.append(TensorSpec(bias, ROUTER, model.n_routed_experts, layers=layers))
     shared = stated(model, "n_shared_experts") * width
     if shared:
         module = f"{MLP}.shared_experts"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from glowplug.core.facts.decoder_tensors import ROTARY, dense_width, gated_mlp
 from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
 from glowplug.core.facts.layer_sizes import LayerSizes
 from glowplug.core.facts.model_facts import ModelFacts, stated
 from glowplug.core.facts.weight_classes import HEADS, KV_HEADS, KV_UP, VOCAB, WHOLE, WIDTH
 from glowplug.models.eagle.config import OFFSETS, TARGET_MASK, EagleConfig
-from glowplug.models.inventory import ROTARY, dense_width, gated_mlp
 
 
 def head_inventory(model: ModelFacts) -> Inventory:

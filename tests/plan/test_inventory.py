@@ -20,8 +20,7 @@ from glowplug.core.plugin.component import CONTRACT, Component
 from glowplug.core.plugin.offers import ModelOffers, QuantizationOffers
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.fakes import component
-from glowplug.models.families import ModelOptions
-from glowplug.models.inventory import llama_inventory
+from glowplug.models.families import ModelOptions, llama_inventory
 from glowplug.plugins.quantization.shared.skipped_modules import UNLISTED
 from tests.plan.test_refusals import with_components
 from tests.plugins.strata import GROUP

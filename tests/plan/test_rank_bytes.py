@@ -19,7 +19,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
 from glowplug.models.deepseek.inventory import deepseek_inventory
-from glowplug.models.inventory import llama_inventory
+from glowplug.models.families import llama_inventory
 from tests.support.reading import declared, parameters, read_config, read_shape, stored
 from tests.support.tiny import CONFIGS, write_config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,23 +12,42 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
-#: modules of core that third parties may import
-PUBLIC = ("api", "layers", "step", "protocols", "speculation", "testing")
+#: modules that third parties may import (docs/writing-a-plugin.md)
+PUBLIC = re.compile(
+    r"glowplug\.core\.(api|protocols|text\.tokenizer|(layers|step|speculation)(\..*)?)"
+)
+PARENTS = ("glowplug", "glowplug.core")  #: packages whose names are modules
 MOST_LINES = 150  #: most lines of a sample's modules together
 
 
 def private_imports(name: str) -> list[str]:
     """Return the modules of glowplug that a sample imports and that are not public."""
+    return private_modules(FOLDER / name / "src")
+
+
+def private_modules(source: Path) -> list[str]:
+    """Return the modules of glowplug that modules under ``source`` import, without public ones."""
     modules = set()
-    for path in (FOLDER / name / "src").rglob("*.py"):
+    for path in source.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("glowplug."):
-                modules.add(str(node.module))
+            if isinstance(node, ast.ImportFrom):
+                modules |= imported_from(str(node.module), [one.name for one in node.names])
             if isinstance(node, ast.Import):
-                modules |= {one.name for one in node.names if one.name.startswith("glowplug.")}
-    assert modules, "the sample imports nothing of glowplug"
-    allowed = tuple(f"glowplug.core.{part}" for part in PUBLIC)
-    return [module for module in sorted(modules) if not module.startswith(allowed)]
+                modules |= {one.name for one in node.names}
+    modules = {module for module in modules if module.split(".")[0] == "glowplug"}
+    assert modules, "nothing of glowplug is imported"
+    return [module for module in sorted(modules) if not PUBLIC.fullmatch(module)]
+
+
+def imported_from(module: str, names: list[str]) -> set[str]:
+    """Return the modules from which ``from module import names`` takes its names.
+
+    A name that is a package's own module counts as that module: ``from glowplug.core import plan``
+    imports ``glowplug.core.plan``.
+    """
+    if module in PARENTS:
+        return {f"{module}.{name}" for name in names}
+    return {module}
 
 
 def lines_of(name: str) -> int:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.api import EnginePlan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.protocols import LinearShape, Worker
+from glowplug.core.protocols import LinearShape, QuantizationScheme, Worker
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
+from glowplug.core.testing.suites.quantization import QuantizationSuite
 from tests.plan.test_rank_bytes import held_bytes
 from tests.support.tiny import write_config
 from tests.thirdparty.packages import (
@@ -57,6 +60,20 @@ def scheme(group: int = 32) -> Any:
     from glowplug_int4.runtime import Int4Groups
 
     return Int4Groups(Int4Options(group=group), bare_plan(), Worker(dtype=torch.float32))
+
+
+class TestInt4(QuantizationSuite):
+    def make(self, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
+        from glowplug_int4.plugin import Int4Options
+        from glowplug_int4.runtime import Int4Groups
+
+        found: QuantizationScheme = Int4Groups(Int4Options(group=2), plan, worker)
+        return found
+
+    def value(self, weight: Tensor) -> Tensor:
+        grouped = weight.unflatten(1, (-1, 2))
+        scales = (grouped.abs().amax(-1, keepdim=True) / 7).half().clamp(min=1e-7).float()
+        return ((grouped / scales).round().clamp(-8, 7) * scales).flatten(1)
 
 
 @pytest.mark.parametrize("col_start", [0, 32])

@@ -20,8 +20,11 @@ from glowplug.entrypoints.cli.main import main
 from glowplug.entrypoints.cli.plugin_template import TEMPLATES
 from tests.support.guide_pages import FOLDER, GREEDY, config_of, read, run_tests
 from tests.support.tiny import write_config
+from tests.thirdparty.packages import private_modules
 
 LEAST_PASSED = 3  #: tests of the shortest suite and of the declaration
+#: slots whose component extends the built-in one
+EXTENDED = {"scheduler", "sampling", "graphs", "executor", "ops"}
 ROUNDED = {"quantization"}  #: slots whose component changes the weights
 slots = pytest.mark.parametrize("slot", SLOTS, ids=lambda slot: slot.name)
 
@@ -86,6 +89,14 @@ def test_the_readmes_command_names_an_entry_of_a_list(
     assert main(["check", *shlex.split(words), *common]) == 0
     assert f"{slot.section}.0.use" in capsys.readouterr().out
     assert words.removeprefix("--set ") in (FOLDER / f"{slot.name}.md").read_text()
+
+
+@slots
+def test_a_new_component_imports_the_public_interface_only(slot: Slot, folder: Path) -> None:
+    """A component that extends the built-in one imports it, too."""
+    others = private_modules(folder / slot.name / "src")
+    assert bool(others) == (slot.name in EXTENDED)
+    assert all(module.startswith("glowplug.plugins.") for module in others)
 
 
 def test_every_slot_has_a_template() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from glowplug.core.errors import WeightError
+from glowplug.core.api import WeightError
 
 MAX_ITEMS = 1 << 21  #: strings in an array, pairs, tensors: far beyond any model
 MAX_STRING = 1 << 24  #: bytes

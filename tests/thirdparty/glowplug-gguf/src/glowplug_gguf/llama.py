@@ -8,8 +8,7 @@ from typing import Any
 
 from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
 
-from glowplug.core.errors import FactsError
-from glowplug.core.facts.model_facts import ModelFacts, TensorFact
+from glowplug.core.api import FactsError, ModelFacts, TensorFact
 from glowplug_gguf.header import GgufHeader
 
 MODULES = (

@@ -7,12 +7,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from glowplug.core.errors import FactsError
-from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.plugin.component import Component, Package
-from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.plugin.offers import WeightOffers
-from glowplug.core.plugin.options import WeightOptions
+from glowplug.core.api import (
+    Component,
+    FactsError,
+    ModelFacts,
+    Package,
+    WeightOffers,
+    WeightOptions,
+    hookimpl,
+)
 
 
 class GgufOptions(WeightOptions):

@@ -13,9 +13,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from tqdm import tqdm
 
-from glowplug.core.errors import WeightError
-from glowplug.core.facts.model_facts import ModelFacts, TensorFact
-from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.api import EnginePlan, ModelFacts, TensorFact, WeightError
 from glowplug.core.protocols import WeightTarget, Worker
 from glowplug_gguf.header import GgufHeader, GgufTensor, read_gguf
 from glowplug_gguf.llama import checkpoint_names, llama_facts

@@ -13,7 +13,7 @@ from tokenizers import (
     pre_tokenizers,
 )
 
-from glowplug.core.errors import FactsError
+from glowplug.core.api import FactsError
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug_gguf.header import GgufHeader
 

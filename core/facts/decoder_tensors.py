@@ -1,7 +1,6 @@
-"""Tensors of published decoders by name, shape and role, and Llama's inventory. No torch.
+"""Tensors of published decoders by name, shape and role, for the inventories of families. No torch.
 
-The names are those of checkpoints in the Hugging Face layout, which DeepSeek and Llama share except
-for attention and experts (``models/deepseek/inventory.py``).
+The names are those of checkpoints in the Hugging Face layout.
 """
 
 from __future__ import annotations
@@ -11,7 +10,16 @@ from collections.abc import Sequence
 from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
 from glowplug.core.facts.layer_sizes import LayerSizes
 from glowplug.core.facts.model_facts import ModelFacts, stated
-from glowplug.core.facts.weight_classes import HEADS, KV_HEADS, TIED, VOCAB, WHOLE, WIDTH
+from glowplug.core.facts.weight_classes import (
+    EXPERTS,
+    HEADS,
+    KV_HEADS,
+    ROUTER,
+    TIED,
+    VOCAB,
+    WHOLE,
+    WIDTH,
+)
 
 BLOCK = "model.layers.{layer}"  #: module path of a decoder layer
 ATTENTION = f"{BLOCK}.self_attn"
@@ -121,26 +129,90 @@ def query_projection(
     )
 
 
-def llama_inventory(model: ModelFacts) -> Inventory:
-    """Return the tensors of a Llama model: grouped-query attention, gated feed-forward layers."""
-    layers = range(model.num_layers)
+def grouped_attention(
+    model: ModelFacts,
+    layers: Sequence[int],
+    *,
+    bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: bool = False,
+) -> list[TensorSpec]:
+    """Return the tensors of multi-head or grouped-query attention (``MhaAttention``).
+
+    Args:
+        bias: the projections to queries, keys and values have biases.
+        out_bias: the output projection has a bias.
+        qk_norm: there are norms of each head's query and key.
+    """
+    vectors: list[tuple[str, str, int]] = []
+    keys = model.num_kv_heads * model.head_dim
+    if bias:
+        vectors.append(("q_proj.bias", HEADS, model.num_heads * model.head_dim))
+        vectors += [(f"{name}_proj.bias", KV_HEADS, keys) for name in ("k", "v")]
+    if out_bias:
+        vectors.append(("o_proj.bias", WHOLE, model.hidden_size))
+    if qk_norm:
+        vectors += [(f"{name}_norm.weight", WHOLE, model.head_dim) for name in ("q", "k")]
+    return [
+        query_projection(model, layers, model.hidden_size),
+        *_keys_and_values(model, layers),
+        output_projection(model, layers, model.head_dim),
+        *(
+            TensorSpec(f"{ATTENTION}.{name}", role, size, layers=layers)
+            for name, role, size in vectors
+        ),
+    ]
+
+
+def _keys_and_values(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
+    """Return the weights of the projections to keys and values."""
     size = (model.num_kv_heads * model.head_dim, model.hidden_size)
     split = Split(
         "num_key_value_heads", model.num_kv_heads, model.head_dim, module=f"{ATTENTION}.k_proj"
     )
-    keys_and_values = [
+    return [
         TensorSpec(f"{ATTENTION}.{name}.weight", KV_HEADS, *size, layers, 1, True, split)
         for name in ("k_proj", "v_proj")
     ]
-    return Inventory(
-        (
-            query_projection(model, layers, model.hidden_size),
-            *keys_and_values,
-            output_projection(model, layers, model.head_dim),
-            *dense_mlp(model, layers),
-            *norms(model, layers),
-            *embeddings(model),
-        ),
-        LayerSizes(width=dense_width(model)),
-        unloaded(model),
+
+
+def routed_experts(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
+    """Return the tensors of gate and routed experts in ``layers``."""
+    width = stated(model, "moe_intermediate_size")
+    count = model.n_routed_experts
+    split = Split("moe_intermediate_size", width, module=f"{MLP}.experts")
+    experts = f"{MLP}.experts.{{expert}}"
+    return [
+        TensorSpec(f"{MLP}.gate.weight", ROUTER, count, model.hidden_size, layers),
+        *gated_mlp(model, experts, EXPERTS, width, layers, split, count),
+    ]
+
+
+def decoder_inventory(
+    model: ModelFacts, attention: Sequence[TensorSpec], routed: Sequence[bool] = ()
+) -> Inventory:
+    """Return the tensors and sizes of a decoder without next-token layers.
+
+    Args:
+        attention: the tensors of attention in all layers.
+        routed: for each layer, whether it has routed experts in place of a dense feed-forward
+            part; () for a model without experts.
+    """
+    layers = range(model.num_layers)
+    sparse = [layer for layer in layers if any(routed) and routed[layer]]
+    tensors = (
+        *attention,
+        *dense_mlp(model, [layer for layer in layers if layer not in sparse]),
+        *(routed_experts(model, sparse) if sparse else ()),
+        *norms(model, layers),
+        *embeddings(model),
     )
+    sizes = LayerSizes(width=dense_width(model))
+    if sparse:
+        sizes = LayerSizes(
+            width=dense_width(model),
+            expert_width=stated(model, "moe_intermediate_size"),
+            experts_per_token=stated(model, "num_experts_per_tok"),
+            routed=tuple(routed),
+        )
+    return Inventory(tensors, sizes, unloaded(model))

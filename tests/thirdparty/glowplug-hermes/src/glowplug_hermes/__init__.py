@@ -1,0 +1,1 @@
+"""Tool calls in the format of Hermes: a third-party plugin for glowplug."""

@@ -1,0 +1,1 @@
+"""N-gram drafts: a third-party speculative algorithm for glowplug."""

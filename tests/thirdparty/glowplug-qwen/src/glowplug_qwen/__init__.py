@@ -1,0 +1,1 @@
+"""Qwen2, Qwen3 and Qwen3-MoE: a third-party model family for glowplug."""
