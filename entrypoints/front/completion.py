@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,19 +128,25 @@ class ProgressBar:
         self._bar.close()
 
 
-def progress_bar(use_tqdm: bool | Callable[..., Any] | None, total: int) -> ProgressBar | None:
-    """Return the bar for ``total`` sequences, or None without one.
+@contextmanager
+def progress_bar(
+    use_tqdm: bool | Callable[..., Any] | None, total: int
+) -> Iterator[ProgressBar | None]:
+    """Show a bar for ``total`` sequences within the context, or give None without one.
 
     Args:
         use_tqdm: as for ``LLM.generate``: None shows a bar if standard error is a terminal; a
             function is called in place of ``tqdm``.
         total: number of sequences.
     """
-    if callable(use_tqdm):
-        return ProgressBar(total, use_tqdm)
-    shown = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-    if not shown:
-        return None
-    from tqdm import tqdm
+    make = use_tqdm if callable(use_tqdm) else None
+    if make is None and (sys.stderr.isatty() if use_tqdm is None else use_tqdm):
+        from tqdm import tqdm
 
-    return ProgressBar(total, tqdm)
+        make = tqdm
+    bar = ProgressBar(total, make) if make is not None else None
+    try:
+        yield bar
+    finally:
+        if bar is not None:
+            bar.close()

@@ -150,8 +150,7 @@ class LLM:
             self._chat(Turn(messages, offered, choice, template), one)
             for messages, one in zip(batch, each, strict=True)
         ]
-        params_of_forms = [form.params for _, form in found]
-        results = self._run([ids for ids, _ in found], params_of_forms, use_tqdm)
+        results = self._run([ids for ids, _ in found], [form.params for _, form in found], use_tqdm)
         for result, (_, form) in zip(results, found, strict=True):
             for one in result.choices:
                 one.parse(form)
@@ -304,20 +303,18 @@ class LLM:
         running: dict[Stream, Completion] = {}
         box: list[StreamDelta] = []
         max_submitted = self.plan.sizes.max_admitted
-        bar = progress_bar(use_tqdm, len(waiting))
         try:
-            while waiting or running:
-                while waiting and len(running) < max_submitted:
-                    completion, request = waiting.popleft()
-                    stream = self._submit(request)
-                    running[stream] = completion
-                    self._boxes[stream] = box
-                self._receive_frame()
-                self._take_all(box, running, bar)
+            with progress_bar(use_tqdm, len(waiting)) as bar:
+                while waiting or running:
+                    while waiting and len(running) < max_submitted:
+                        completion, request = waiting.popleft()
+                        stream = self._submit(request)
+                        running[stream] = completion
+                        self._boxes[stream] = box
+                    self._receive_frame()
+                    self._take_all(box, running, bar)
         finally:
             self._abandon(list(running))
-            if bar is not None:
-                bar.close()
         return results
 
     def _take_all(
