@@ -2,7 +2,7 @@
 #   make demo         a streamed answer from the embedded model, on the CPU, offline
 #   make serve        an OpenAI-compatible server on 127.0.0.1:30000       ARGS="--port 8000 --model /models/x"
 #   make test         the test suite                                       ARGS="-k plan"
-#   make test-slow gpu-test gpu-sanitize lint docs bench wheel clean
+#   make test-slow gpu-test gpu-sanitize lint docs docs-site bench wheel clean
 # VENV=DIR reuses (or makes) another environment; PYTHON= picks the interpreter that makes one. TORCH_INDEX= is the index
 # that torch comes from when an environment is made: "auto" is PyTorch's of CPU builds where there is no NVIDIA device
 # and that index can be reached, empty is pip's own.
@@ -21,7 +21,7 @@ TESTENV = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TOKENIZERS_PARALLELISM=fals
 QUIET := $(shell test -t 2 || echo --quiet)
 PIP = $(RUN) pip install $(QUIET) --disable-pip-version-check -c $(VENV)/.constraints
 
-.PHONY: demo serve test test-slow gpu-test gpu-sanitize lint docs bench wheel clean
+.PHONY: demo serve test test-slow gpu-test gpu-sanitize lint docs docs-site bench wheel clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -54,6 +54,10 @@ lint: $(VENV)/.test
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py
 
+# Writes site/. To read it: python3 -m http.server -d site
+docs-site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 $(RUN) mkdocs build --strict -f docs/site/mkdocs.yml $(ARGS)
+
 bench: $(VENV)/.test
 	$(BIN)/glowplug bench compare-transformers --output-file docs/benchmarks/cpu.json $(ARGS)
 
@@ -76,8 +80,13 @@ $(VENV)/.test: pyproject.toml constraints.txt tests/thirdparty/glowplug-gguf/pyp
 	$(PIP) --no-deps -e tests/thirdparty/glowplug-gguf
 	@touch $@
 
+$(VENV)/.docs: pyproject.toml constraints.txt $(VENV)/.constraints
+	@echo "installing the pinned dependencies and mkdocs-material into $(VENV)"
+	$(PIP) -e '.[docs]'
+	@touch $(VENV)/.demo $@
+
 $(VENV)/.constraints: constraints.txt .ci/environment.py
 	@$(PYTHON) .ci/environment.py $(VENV) --torch-index '$(TORCH_INDEX)'
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -113,6 +113,15 @@ def take_torch(python: str, asked: str, pin: str) -> bool:
     return True
 
 
+def has_ensurepip() -> bool:
+    """Return whether this interpreter can put pip into an environment."""
+    try:
+        import ensurepip  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description="Make the virtual environment and its constraints."
@@ -129,6 +138,13 @@ def main(words: list[str]) -> int:
     folder: Path = args.folder
     python = str(folder / "bin" / "python")
     if not Path(python).exists():
+        if not has_ensurepip():
+            print(
+                f"{sys.executable} cannot make virtual environments: install its package "
+                "(Debian, Ubuntu: apt-get install python3-venv) or choose another: "
+                "make PYTHON=python3.12 ..."
+            )
+            return 1
         inherit = torch_version(sys.executable) is not None
         print(f"making {folder}" + (" on top of the installed torch" if inherit else ""))
         venv.create(folder, system_site_packages=inherit, with_pip=True)

@@ -189,7 +189,7 @@ def _generate(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
     llm.control("flush")
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     started = time.perf_counter()
-    results = llm.generate(prompts, params)
+    results = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
     return len(prompts) * count / seconds, [result.token_ids for result in results]
 

@@ -10,6 +10,7 @@ import argparse
 import random
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,9 +132,10 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
                 records.append(_run_once(args, llm, prompts, params))
             elif not args.skip_warmup:
                 count = args.warmup_prompts
-                llm.generate(prompts[:count], params[:count])
+                llm.generate(prompts[:count], params[:count], use_tqdm=False)
         if args.profile:
-            print("trace:", traced(llm, "offline", lambda: llm.generate(prompts, params)))
+            run = partial(llm.generate, prompts, params, use_tqdm=False)
+            print("trace:", traced(llm, "offline", run))
     return records
 
 
@@ -168,7 +170,7 @@ def _run_once(
     before = asdict(llm.stats)
     drafts = counted(llm)
     started = time.perf_counter()
-    done = llm.generate(prompts, params)
+    done = llm.generate(prompts, params, use_tqdm=False)
     duration = time.perf_counter() - started
     drafted = acceptance(drafts, counted(llm))  # afterwards the statistics cover the whole run
     generated = sum(len(result.token_ids) for result in done)

@@ -299,7 +299,9 @@ class Soak:
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
         answers = [
             done.token_ids
-            for done in self.llm.generate(self.mix.questions(QUESTION_COUNT, ANSWER_TOKENS), params)
+            for done in self.llm.generate(
+                self.mix.questions(QUESTION_COUNT, ANSWER_TOKENS), params, use_tqdm=False
+            )
         ]
         self._answers = self._answers or answers
         changed = sum(one != other for one, other in zip(answers, self._answers, strict=True))

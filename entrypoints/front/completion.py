@@ -1,8 +1,11 @@
-"""The result of one finished sequence of the offline engine."""
+"""Results of finished sequences of the offline engine, and the progress bar that counts them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,3 +97,56 @@ def choices_of(
         first.choices.append(choice)
         params = request.params if seed is None else request.params.replace(seed=seed + index)
         yield choice, replace(request, params=params)
+
+
+class ProgressBar:
+    """A bar of tqdm, on standard error, that counts finished sequences and shows tokens/s.
+
+    Args:
+        total: number of sequences.
+        make: ``tqdm`` or a function with its arguments.
+    """
+
+    def __init__(self, total: int, make: Callable[..., Any]) -> None:
+        self._bar = make(total=total, desc="Generating", unit="seq", dynamic_ncols=True)
+        self._started = time.perf_counter()
+        self._prompt_tokens = self._output_tokens = 0
+
+    def count(self, completion: Completion) -> None:
+        """Add a finished sequence."""
+        self._prompt_tokens += len(completion.prompt_token_ids)
+        self._output_tokens += len(completion.token_ids)
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        self._bar.set_postfix_str(
+            f"prompt {self._prompt_tokens / seconds:.1f} tokens/s, "
+            f"output {self._output_tokens / seconds:.1f} tokens/s",
+            refresh=False,
+        )
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@contextmanager
+def progress_bar(
+    use_tqdm: bool | Callable[..., Any] | None, total: int
+) -> Iterator[ProgressBar | None]:
+    """Show a bar for ``total`` sequences within the context, or give None without one.
+
+    Args:
+        use_tqdm: as for ``LLM.generate``: None shows a bar if standard error is a terminal; a
+            function is called in place of ``tqdm``.
+        total: number of sequences.
+    """
+    make = use_tqdm if callable(use_tqdm) else None
+    if make is None and (sys.stderr.isatty() if use_tqdm is None else use_tqdm):
+        from tqdm import tqdm
+
+        make = tqdm
+    bar = ProgressBar(total, make) if make is not None else None
+    try:
+        yield bar
+    finally:
+        if bar is not None:
+            bar.close()

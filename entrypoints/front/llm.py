@@ -11,7 +11,7 @@ It runs in the calling process.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -27,7 +27,12 @@ from glowplug.entrypoints.front import inputs
 from glowplug.entrypoints.front.chat.answers import AnswerForm, answer_form
 from glowplug.entrypoints.front.chat.tools import choice_from, tools_from
 from glowplug.entrypoints.front.chat.turn import Turn
-from glowplug.entrypoints.front.completion import Completion as Completion, choices_of
+from glowplug.entrypoints.front.completion import (
+    Completion as Completion,
+    ProgressBar,
+    choices_of,
+    progress_bar,
+)
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
 from glowplug.entrypoints.front.grammar_checks import GrammarChecks
@@ -45,6 +50,7 @@ UNUSED_SECTIONS = {
 }
 
 StreamDelta = tuple[Stream, Delta]
+UseTqdm = bool | Callable[..., Any] | None
 
 
 class LLM:
@@ -87,12 +93,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = None,
     ) -> list[Completion]:
         """Generate completions of one prompt or several.
 
         Args:
             prompts: texts or lists of token ids, or a single one.
             params: sampling parameters for all prompts or one for each; None: defaults.
+            use_tqdm: show a progress bar on standard error; None: only on a terminal. A function is
+                called in place of ``tqdm``, with its arguments.
 
         Returns:
             One Completion per prompt, in order.
@@ -102,7 +112,7 @@ class LLM:
         """
         batch = inputs.prompts(prompts)
         each = inputs.params_for(params, len(batch))
-        return self._run([self._ids(prompt) for prompt in batch], each)
+        return self._run([self._ids(prompt) for prompt in batch], each, use_tqdm)
 
     def chat(
         self,
@@ -112,6 +122,7 @@ class LLM:
         tools: Sequence[dict[str, Any]] | None = None,
         tool_choice: str | dict[str, Any] = "auto",
         parallel_tool_calls: bool = True,
+        use_tqdm: UseTqdm = None,
         **template: Any,
     ) -> list[Completion]:
         """Render conversations with the chat template and generate completions.
@@ -122,6 +133,7 @@ class LLM:
             tools: functions that the model may call, as in OpenAI's chat API.
             tool_choice: "auto", "none", "required", or the object of a function to be called.
             parallel_tool_calls: False: at most one call in an answer.
+            use_tqdm: show a progress bar, as for ``generate``.
             template: keywords of the chat template.
 
         Returns:
@@ -138,7 +150,7 @@ class LLM:
             self._chat(Turn(messages, offered, choice, template), one)
             for messages, one in zip(batch, each, strict=True)
         ]
-        results = self._run([ids for ids, _ in found], [form.params for _, form in found])
+        results = self._run([ids for ids, _ in found], [form.params for _, form in found], use_tqdm)
         for result, (_, form) in zip(results, found, strict=True):
             for one in result.choices:
                 one.parse(form)
@@ -278,7 +290,9 @@ class LLM:
         self._executor.submit(encode([message]))
         return stream
 
-    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], use_tqdm: UseTqdm
+    ) -> list[Completion]:
         """Run all prompts to the end and return their completions, in order.
 
         The engine gets no more sequences than it can run and queue; the others are kept here.
@@ -290,26 +304,31 @@ class LLM:
         box: list[StreamDelta] = []
         max_submitted = self.plan.sizes.max_admitted
         try:
-            while waiting or running:
-                while waiting and len(running) < max_submitted:
-                    completion, request = waiting.popleft()
-                    stream = self._submit(request)
-                    running[stream] = completion
-                    self._boxes[stream] = box
-                self._receive_frame()
-                self._take_all(box, running)
+            with progress_bar(use_tqdm, len(waiting)) as bar:
+                while waiting or running:
+                    while waiting and len(running) < max_submitted:
+                        completion, request = waiting.popleft()
+                        stream = self._submit(request)
+                        running[stream] = completion
+                        self._boxes[stream] = box
+                    self._receive_frame()
+                    self._take_all(box, running, bar)
         finally:
             self._abandon(list(running))
         return results
 
-    def _take_all(self, box: list[StreamDelta], running: dict[Stream, Completion]) -> None:
+    def _take_all(
+        self, box: list[StreamDelta], running: dict[Stream, Completion], bar: ProgressBar | None
+    ) -> None:
         """Add the deltas in ``box`` to the completions of their sequences, and empty ``box``.
 
-        Ended sequences are removed from ``running``.
+        Ended sequences are removed from ``running`` and counted by ``bar``.
         """
         for stream, delta in box:
             running[stream].take(delta)
             if delta.finish_reason is not None:
+                if bar is not None:
+                    bar.count(running[stream])
                 del running[stream], self._boxes[stream]
         box.clear()
 

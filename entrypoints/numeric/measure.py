@@ -169,7 +169,7 @@ def _generated(llm: LLM, prompts: list[list[int]]) -> tuple[np.ndarray, Tensor]:
     params = SamplingParams(
         temperature=0.0, max_tokens=DECODED_TOKENS + 1, ignore_eos=True, logprobs=1
     )
-    done = llm.generate(prompts, params)
+    done = llm.generate(prompts, params, use_tqdm=False)
     scores = [one.logprobs.token for one in done if one.logprobs is not None]
     return np.array([one.token_ids for one in done]), torch.tensor(scores)
 

@@ -130,6 +130,23 @@ def test_typos_are_still_typos(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("--enable-radix-cache", ": leave --disable-radix-cache out"),
+        ("--enable-cuda-graph", ": leave --disable-cuda-graph out"),
+        ("--disable-prefix-caching", ", did you mean --no-enable-prefix-caching?"),
+        ("--no-prefix-caching", ", did you mean --no-enable-prefix-caching?"),
+        ("--prefix-caching", ", did you mean --enable-prefix-caching?"),
+        ("--no-enable-prefix-cachin", ", did you mean --no-enable-prefix-caching?"),
+    ],
+)
+def test_a_flag_of_the_opposite_sense_is_not_suggested(
+    capsys: pytest.CaptureFixture[str], name: str, advice: str
+) -> None:
+    assert said(capsys, name) == f"unknown flag {name}{advice}"
+
+
 def test_the_lists_contain_no_flag_of_this_engine() -> None:
     ours = {name.removeprefix("--") for flag in FLAGS for name in flag.names} | {
         name[2:] for name in ALWAYS_ON

@@ -250,20 +250,6 @@ def test_the_readmes_python_runs() -> None:
     assert done.returncode == 0 and done.stdout.split()[-1] == "stop", done.stdout + done.stderr
 
 
-def test_links_lead_somewhere() -> None:
-    broken = []
-    for page in PAGES:
-        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-            if (
-                "://" not in target
-                and not target.startswith("mailto:")
-                and not (page.parent / target).exists()
-            ):
-                broken.append(f"{page.relative_to(ROOT)}: {target}")
-    assert broken == []
-
-
 def test_files_that_pages_and_docstrings_name_exist() -> None:
     folders = "|".join((*PACKAGES, "tests", "docs"))
     named = re.compile(rf"(?<![\w./-])(?:{folders})/[\w./-]+\.(?:py|md|json|toml|yaml)\b")

@@ -157,6 +157,21 @@ def test_a_requested_index_is_used_or_the_set_up_ends(
     assert constraints(venv) == [f"torch=={PIN}+cpu"]
 
 
+def test_a_python_without_venv_is_named_with_the_package_to_install(
+    environment: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Debian's python3 cannot make environments until python3-venv is installed."""
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    assert environment.main([str(tmp_path / "venv"), "--torch-index", ""]) == 1
+    said = capsys.readouterr().out
+    assert "python3-venv" in said and "make PYTHON=" in said
+    assert not (tmp_path / "venv").exists()
+    assert "python3-venv" in (ROOT / "README.md").read_text()
+
+
 def test_make_and_docker_pass_the_index_on() -> None:
     make = subprocess.run(
         [

@@ -164,7 +164,7 @@ class _Total:
         before = settled_stats(llm)
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         begun = time.perf_counter()
-        done = llm.generate(prompts, params)
+        done = llm.generate(prompts, params, use_tqdm=False)
         self.seconds += time.perf_counter() - begun
         after = settled_stats(llm)
         self.tokens += sum(len(one.token_ids) for one in done)

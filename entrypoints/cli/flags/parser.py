@@ -76,11 +76,23 @@ class Parser(argparse.ArgumentParser):
         reason = unsupported(name, known)
         if reason:
             return reason
-        close = difflib.get_close_matches(name.lstrip("-"), [flag[2:] for flag in known], 1, 0.6)
+        off, stem = _sense(name)
+        opposite = next((flag for flag in known if _sense(flag) == (not off, stem)), None)
+        alike = [flag[2:] for flag in known if _sense(flag)[0] == off]
+        close = difflib.get_close_matches(name.lstrip("-"), alike, 1, 0.6)
+        if opposite and not (close and _sense(close[0])[1] == stem):
+            return f"unknown flag {name}: leave {opposite} out"
         return f"unknown flag {name}" + (f", did you mean --{close[0]}?" if close else "")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _sense(flag: str) -> tuple[bool, str]:
+    """Return (whether a flag turns something off, its name without the words for on and off)."""
+    name = flag.lstrip("-")
+    off = name.startswith(("no-", "disable-"))
+    return off, re.sub(r"^(no-|disable-|enable-)+", "", name)
 
 
 def hyphened(word: str) -> str:
