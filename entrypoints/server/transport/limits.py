@@ -8,12 +8,18 @@ import uuid
 from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketDisconnect
 
 from glowplug.core.errors import RequestError
 from glowplug.entrypoints.server.errors import error_response, in_form_of
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.observers import RequestObservers
 from glowplug.entrypoints.server.request_log import RECORD, RequestLog, RequestRecord, peer
+from glowplug.entrypoints.server.transport.websockets import (
+    WEBSOCKET,
+    refuse_origin,
+    tagged_websocket,
+)
 
 MAX_HEADERS = 100  #: headers of one request
 MAX_HEADER_BYTES = 64 << 10  #: total size of the names and values of one request
@@ -40,6 +46,7 @@ class RequestGate:
         log: the request log.
         observers: receivers of ended requests.
         polls: routes whose requests are logged at level debug.
+        origins: origins of other sites whose pages may open websockets; "*" for any.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class RequestGate:
         log: RequestLog,
         observers: RequestObservers,
         polls: Collection[str],
+        origins: Collection[str] = (),
     ) -> None:
         self._app = app
         self._max_body = max_body_bytes
@@ -57,20 +65,23 @@ class RequestGate:
         self._log = log
         self._observers = observers
         self._polls = frozenset(polls)
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
+        if scope["type"] not in ("http", WEBSOCKET):
             return
+        websocket = scope["type"] == WEBSOCKET
         request_id = _request_id(scope["headers"])
         scope["glowplug.request_id"] = request_id
+        method = "WEBSOCKET" if websocket else scope["method"]
         scope[RECORD] = record = RequestRecord(
-            request_id, scope["method"], scope["path"], peer(scope.get("client"))
+            request_id, method, scope["path"], peer(scope.get("client"))
         )
         record.set_trace(_trace_headers(scope["headers"]))
-        tagged = _tagged(send, record)
+        tagged = tagged_websocket(send, record) if websocket else _tagged(send, record)
         refusal = _refuse_headers(scope["headers"], self._max_body)
+        if websocket and refusal is None:
+            refusal = refuse_origin(scope["headers"], self._origins)
         try:
             if refusal is not None:
                 record.fail(refusal)
@@ -78,6 +89,8 @@ class RequestGate:
                 await in_form_of(scope["path"], answer, request_id)(scope, receive, tagged)
             else:
                 await self._app(scope, _limited(receive, self._max_body), tagged)
+        except WebSocketDisconnect:
+            record.leave()
         except Exception as error:
             record.fail(error)
             error.add_note(f"request id: {record.id}")  # in the logged traceback
