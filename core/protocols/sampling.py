@@ -120,8 +120,8 @@ class SpeculativeAlgorithm(Protocol):
 
     Decoding without speculation is the algorithm of width one.
 
-    An algorithm that offers ``adapts`` may also have ``draft_policy(shapes, costs) -> DraftPolicy``.
-    It is called once, with the sizes of drafts that a step may have (``Sizes.draft_shapes``) and
+    An algorithm that offers ``adapts`` may have ``draft_policy(shapes, costs) -> DraftPolicy``. It
+    is called once, with the sizes of drafts that a step may have (``Sizes.draft_shapes``) and
     the seconds of steps (``DraftCosts``), and returns the policy that chooses the size of each
     step. Without it, the engine's own policy chooses. All rows of a step have drafts of one size.
     """

@@ -347,7 +347,7 @@ def build_rank(
 ) -> Engine:
     """Build one rank and return its engine, ready to serve.
 
-    When start-up fails, the last reported phase is the one that failed.
+    If start-up fails, the last reported phase failed.
 
     Args:
         rank: number of the rank.

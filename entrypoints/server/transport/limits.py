@@ -70,23 +70,14 @@ class RequestGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", WEBSOCKET):
             return
-        websocket = scope["type"] == WEBSOCKET
-        request_id = _request_id(scope["headers"])
-        scope["glowplug.request_id"] = request_id
-        method = "WEBSOCKET" if websocket else scope["method"]
-        scope[RECORD] = record = RequestRecord(
-            request_id, method, scope["path"], peer(scope.get("client"))
-        )
-        record.set_trace(_trace_headers(scope["headers"]))
-        tagged = tagged_websocket(send, record) if websocket else _tagged(send, record)
-        refusal = _refuse_headers(scope["headers"], self._max_body)
-        if websocket and refusal is None:
-            refusal = refuse_origin(scope["headers"], self._origins)
+        record = _record(scope)
+        tagged = (tagged_websocket if scope["type"] == WEBSOCKET else _tagged)(send, record)
+        refusal = self._refusal(scope)
         try:
             if refusal is not None:
                 record.fail(refusal)
                 answer = error_response(str(refusal), refusal.status, code=refusal.code)
-                await in_form_of(scope["path"], answer, request_id)(scope, receive, tagged)
+                await in_form_of(scope["path"], answer, record.id)(scope, receive, tagged)
             else:
                 await self._app(scope, _limited(receive, self._max_body), tagged)
         except WebSocketDisconnect:
@@ -98,6 +89,13 @@ class RequestGate:
         finally:
             self._end(scope, record)
 
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        """Return the error for headers that are refused, or for another site's websocket."""
+        refusal = _refuse_headers(scope["headers"], self._max_body)
+        if refusal is None and scope["type"] == WEBSOCKET:
+            refusal = refuse_origin(scope["headers"], self._origins)
+        return refusal
+
     def _end(self, scope: Scope, record: RequestRecord) -> None:
         """Add an ended request to the metrics and to the log."""
         path = getattr(scope.get("route"), "path", None)
@@ -106,6 +104,17 @@ class RequestGate:
         self._metrics.http(path or "unmatched", record.method, record.status, record.seconds)
         self._log.write(record, poll=path in self._polls)
         self._observers.ended(record)
+
+
+def _record(scope: Scope) -> RequestRecord:
+    """Return the record of a request or websocket, which is stored in the scope, as is its id."""
+    request_id = _request_id(scope["headers"])
+    method = "WEBSOCKET" if scope["type"] == WEBSOCKET else scope["method"]
+    record = RequestRecord(request_id, method, scope["path"], peer(scope.get("client")))
+    record.set_trace(_trace_headers(scope["headers"]))
+    scope["glowplug.request_id"] = request_id
+    scope[RECORD] = record
+    return record
 
 
 def _request_id(headers: Headers) -> str:
