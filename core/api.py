@@ -29,7 +29,7 @@ from glowplug.core.facts.model_facts import (
     SoftwareFacts,
     TensorFact,
 )
-from glowplug.core.facts.stored_formats import OnlineWeight, StoredLeaf
+from glowplug.core.facts.stored_formats import OnlineWeight, StoredLeaf, StoredWeight
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plugin.byte_costs import DecodingRows, token_drafts_bytes
 from glowplug.core.plugin.component import (
@@ -45,6 +45,7 @@ from glowplug.core.plugin.component import (
     Tuner,
 )
 from glowplug.core.plugin.decided import Decided
+from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.grammar_options import GrammarOptions
 from glowplug.core.plugin.hookspecs import hookimpl
@@ -109,6 +110,7 @@ __all__ = [
     "Decision",
     "DecodingRows",
     "DeviceFacts",
+    "DraftCosts",
     "DraftShape",
     "EVERY_MODE_EAGER",
     "EVERY_MODE_GRAPH",
@@ -159,6 +161,7 @@ __all__ = [
     "SpeculativeOptions",
     "Split",
     "StoredLeaf",
+    "StoredWeight",
     "TensorFact",
     "TensorSpec",
     "Tuner",

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 
 from glowplug.core.facts.layer_sizes import LayerSizes, SplitDimension
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.facts.stored_formats import StoredFormat
+from glowplug.core.facts.stored_formats import StoredFormat, StoredWeight
 from glowplug.core.facts.weight_classes import (
     LAYER_PREFIX,
     TARGET,
@@ -190,7 +190,8 @@ def count_declared(
             if not copies:
                 continue
             form = stored if spec.quantized else UNQUANTIZED
-            for kept, scale, elements in form.count_matrix(model, spec.rows, spec.columns or 1):
+            weight = StoredWeight(model, spec.module, spec.rows, spec.columns or 1)
+            for kept, scale, elements in form.count_matrix(weight):
                 kind = WeightKind(spec.role, kept, scale, draft)
                 found[kind] = found.get(kind, 0) + elements * copies
     return found
@@ -211,7 +212,7 @@ def count_stored(
     for name, tensor in model.tensors.items():
         if name.endswith(inventory.unloaded):
             continue
-        kept, scale, elements = stored.count(name.rpartition(".")[2], tensor)
+        kept, scale, elements = stored.count(model, name, tensor)
         draft = next_token_layer(name, model.num_layers, prefix)
         kind = WeightKind(inventory.role_of(name), kept, scale, draft)
         found[kind] = found.get(kind, 0) + elements

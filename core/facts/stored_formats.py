@@ -9,9 +9,28 @@ from typing import Any, NamedTuple
 
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 
-#: function from (facts, rows, columns) to the tensors that a checkpoint stores for one quantised
-#: weight [rows, columns]: the last part of each tensor's name -> dtype and shape
-Stored = Callable[[ModelFacts, int, int], Mapping[str, TensorFact]]
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A quantised weight of a checkpoint.
+
+    Attributes:
+        model: facts of the model; ``model.config`` has the names of modules in another format.
+        module: path of its module; ``{layer}`` and ``{expert}`` may stand for numbers if the plan
+            has no tensor headers.
+        rows: number of rows.
+        columns: number of columns.
+    """
+
+    model: ModelFacts
+    module: str
+    rows: int
+    columns: int
+
+
+#: function from a ``StoredWeight`` to the tensors that a checkpoint stores for it: the last part of
+#: each tensor's name -> dtype and shape
+Stored = Callable[[StoredWeight], Mapping[str, TensorFact]]
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,10 @@ class StoredLeaf:
     packed: int = 1
 
 
+#: entries of all tensors, or a function from facts and module path to the entries of its tensors
+Leaves = tuple[StoredLeaf, ...] | Callable[[ModelFacts, str], tuple[StoredLeaf, ...]]
+
+
 class Counted(NamedTuple):
     """The contribution of one tensor to a ``Tally``.
 
@@ -74,32 +97,46 @@ class StoredFormat:
             tensor in the model's dtype.
     """
 
-    def __init__(self, leaves: tuple[StoredLeaf, ...] = (), stored: Stored | None = None) -> None:
-        self._leaves = {(leaf.leaf, leaf.dtype): leaf for leaf in reversed(leaves)}
+    def __init__(self, leaves: Leaves = (), stored: Stored | None = None) -> None:
+        self._leaves = leaves
+        self._by_name = _by_name(()) if callable(leaves) else _by_name(leaves)
         self._stored = stored
 
-    def count(self, leaf: str, tensor: TensorFact) -> Counted:
+    def count(self, model: ModelFacts, name: str, tensor: TensorFact) -> Counted:
         """Return the contribution of one stored tensor to the tally of elements.
 
         Args:
-            leaf: last part of the tensor's name.
+            model: facts of the model.
+            name: the tensor's name.
             tensor: the tensor's dtype and shape.
         """
+        module, _, leaf = name.rpartition(".")
+        known = self._by_name
+        if callable(self._leaves):
+            known = _by_name(self._leaves(model, module))
         numbers = math.prod(tensor.shape)
-        found = self._leaves.get((leaf, tensor.dtype)) or self._leaves.get((leaf, ""))
+        found = known.get((leaf, tensor.dtype)) or known.get((leaf, ""))
         if found is None:
             return Counted(0, False, numbers)
         return Counted(found.kept, found.scale, numbers * found.packed)
 
-    def count_matrix(self, model: ModelFacts, rows: int, columns: int) -> list[Counted]:
-        """Return the contributions of a quantised weight [rows, columns] to the tally of elements.
+    def count_matrix(self, weight: StoredWeight) -> list[Counted]:
+        """Return the contributions of a quantised weight to the tally of elements.
 
         The list has one item for each tensor that a checkpoint stores for the weight.
         """
         if self._stored is None:
-            return [Counted(0, False, rows * columns)]
-        stored = self._stored(model, rows, columns)
-        return [self.count(leaf, tensor) for leaf, tensor in stored.items()]
+            return [Counted(0, False, weight.rows * weight.columns)]
+        stored = self._stored(weight)
+        return [
+            self.count(weight.model, f"{weight.module}.{leaf}", tensor)
+            for leaf, tensor in stored.items()
+        ]
+
+
+def _by_name(leaves: tuple[StoredLeaf, ...]) -> dict[tuple[str, str], StoredLeaf]:
+    """Return entries by name ending and dtype."""
+    return {(leaf.leaf, leaf.dtype): leaf for leaf in reversed(leaves)}
 
 
 def quantization_config(model: ModelFacts) -> Mapping[str, Any]:

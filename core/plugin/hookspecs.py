@@ -102,7 +102,7 @@ def register_grammars() -> list[Component]:  # type: ignore[empty-body]
 def register_output_parsers() -> list[Component]:  # type: ignore[empty-body]
     """Return parsers of generated text (``OutputParserFactory``).
 
-    Parsers that produce tool calls are refused until the server's answers have a field for them.
+    Pieces of kind "tool_call" become tool calls in the server's answers.
     """
 
 

@@ -189,7 +189,8 @@ def stored_format(method: str, schemes: Iterable[Registration]) -> StoredFormat 
     offered = [found.component.offers for found in schemes]
     formats = [offers for offers in offered if isinstance(offers, QuantizationOffers)]
     if method == "none":
-        return StoredFormat(tuple(leaf for offers in formats for leaf in offers.leaves))
+        fixed = [offers.leaves for offers in formats if not callable(offers.leaves)]
+        return StoredFormat(tuple(leaf for leaves in fixed for leaf in leaves))
     for offers in formats:
         if method in offers.reads and (offers.stored is not None or offers.leaves):
             return StoredFormat(offers.leaves, offers.stored)

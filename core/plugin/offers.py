@@ -14,7 +14,7 @@ from glowplug.core.facts.inventory import Inventory
 from glowplug.core.facts.kv_layout import KVEntries
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import Normalise
-from glowplug.core.facts.stored_formats import OnlineWeight, Stored, StoredLeaf
+from glowplug.core.facts.stored_formats import Leaves, OnlineWeight, Stored
 from glowplug.core.facts.weight_classes import LAYER_PREFIX
 from glowplug.core.plugin.byte_costs import AttentionStep, DecodingRows, ExpertsStep, MemoryUse
 from glowplug.core.plugin.modes import (
@@ -74,10 +74,11 @@ class QuantizationOffers(Offers):
     Attributes:
         reads: values of ``quantization_config.quant_method`` it loads; "none" stands for an
             unquantized checkpoint.
-        stored: function from (facts, rows, columns) to the tensors that a checkpoint of these
-            methods stores for one weight: last part of the name -> dtype and shape; None for one
-            tensor in the model's dtype.
-        leaves: names of these tensors, with the bytes of their elements after loading.
+        stored: function from a ``StoredWeight`` (facts, module, rows, columns) to the tensors that
+            a checkpoint of these methods stores for it: last part of the name -> dtype and shape;
+            None for one tensor in the model's dtype.
+        leaves: names of these tensors, with the bytes of their elements after loading; or a
+            function from facts and module path to them, if modules differ.
         online: it can also quantize an unquantized checkpoint while loading.
         online_bytes: bytes of an element of a weight quantized while loading, without scales; or a
             function from an ``OnlineWeight`` to the bytes of the whole weight after loading. It is
@@ -99,7 +100,7 @@ class QuantizationOffers(Offers):
 
     reads: frozenset[str] = frozenset()
     stored: Stored | None = None
-    leaves: tuple[StoredLeaf, ...] = ()
+    leaves: Leaves = ()
     online: bool = False
     online_bytes: int | Callable[[OnlineWeight], float] = 1
     block_shape: tuple[int, int] | None = None

@@ -138,8 +138,12 @@ class PluginSet:
         callers = self._manager.get_hookcallers(plugin) if plugin is not None else None
         return [caller.name for caller in callers or []]
 
-    def call_each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+    def call_each(
+        self, hook: str, after: Callable[[PluginSource], None] | None = None, **arguments: Any
+    ) -> list[tuple[str, Any]]:
         """Call a hook of all plugins in registration order; return (plugin name, result) of each.
+
+        ``after`` is called with each plugin once its hook has returned.
 
         Raises:
             PluginLoadError: a plugin's hook raised an exception; the message names the plugin.
@@ -155,6 +159,8 @@ class PluginSet:
             fault = result_fault(hook, result)
             if fault:
                 raise failed(source, f"{hook} returned {fault}", hook)
+            if after is not None:
+                after(source)
             results.append((source.name, result))
         return results
 

@@ -119,6 +119,11 @@ class SpeculativeAlgorithm(Protocol):
     """An algorithm that drafts tokens for decoding rows and decides which of them are accepted.
 
     Decoding without speculation is the algorithm of width one.
+
+    An algorithm that offers ``adapts`` may have ``draft_policy(shapes, costs) -> DraftPolicy``. It
+    is called once, with the sizes of drafts that a step may have (``Sizes.draft_shapes``) and
+    the seconds of steps (``DraftCosts``), and returns the policy that chooses the size of each
+    step. Without it, the engine's own policy chooses. All rows of a step have drafts of one size.
     """
 
     def width(self) -> int:

@@ -146,7 +146,7 @@ class RankBuilder:
         policy = self.component("policy")
         cache = self.component("cache")
         scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), cache, policy)
-        adapt(scheduler, self.plan, costs)
+        adapt(scheduler, self.plan, costs, runner.speculative)
         router = context.parallel.router()
         if router is not None:
             router.shares = cache.shares
@@ -347,7 +347,7 @@ def build_rank(
 ) -> Engine:
     """Build one rank and return its engine, ready to serve.
 
-    When start-up fails, the last reported phase is the one that failed.
+    If start-up fails, the last reported phase failed.
 
     Args:
         rank: number of the rank.

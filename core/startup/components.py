@@ -144,9 +144,9 @@ def check_kv_layout(plan: EnginePlan, layout: KVLayout) -> None:
         return
     tokens = plan.sizes.num_pages * plan.sizes.page_size
     raise PluginLoadError(
-        f"{plan.title('attention')}: kv_layout() contradicts the plan. It returns {layout} "
-        f"({human(tokens * layout.token_bytes)} in all); the plan has {planned} "
-        f"({human(tokens * planned.token_bytes)} in all). Fix: return "
+        f"{plan.title('attention')} failed in phase build: kv_layout() contradicts the plan. It "
+        f"returns {layout} ({human(tokens * layout.token_bytes)} in all); the plan has {planned} "
+        f"({human(tokens * planned.token_bytes)} in all)\n    fix: return "
         "plan.kv_layout(entries) with the function declared as AttentionOffers.kv_entries"
     )
 

@@ -7,7 +7,7 @@ tokens, so that they choose different experts and drafts are as many as in servi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -21,12 +21,15 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.protocols import Collectives, Scheduler
+from glowplug.core.protocols import Collectives, DraftPolicy, Scheduler, SpeculativeAlgorithm
 from glowplug.core.speculation.adaptive import AdaptivePolicy
 from glowplug.core.startup.warmup import scratch_batch, spread_ids
 from glowplug.core.step.batch import Batch, shape_of
 
 PROMPT_TOKENS = 4  #: tokens of each row's prompt
+
+#: ``draft_policy`` of an algorithm: a function from the sizes of drafts and the seconds of steps
+MakesDraftPolicy = Callable[[tuple[DraftShape, ...], DraftCosts], DraftPolicy]
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,28 @@ def draft_costs(
     return _COSTS.decode(data)
 
 
-def adapt(scheduler: Scheduler, plan: EnginePlan, costs: DraftCosts | None) -> None:
-    """Have ``scheduler`` choose the size of the drafts of each step by ``costs``, if any."""
-    if costs is not None:
+def adapt(
+    scheduler: Scheduler,
+    plan: EnginePlan,
+    costs: DraftCosts | None,
+    algorithm: SpeculativeAlgorithm,
+) -> None:
+    """Have ``scheduler`` choose the size of the drafts of each step by ``costs``, if any.
+
+    The policy is the algorithm's own if it has one (``draft_policy``).
+    """
+    if costs is None:
+        return
+    policy: DraftPolicy
+    shapes = plan.sizes.draft_shapes
+    make: MakesDraftPolicy | None = getattr(algorithm, "draft_policy", None)
+    if make is not None:
+        policy = make(shapes, costs)
+    else:
         # costs that the operator gave are not corrected
         clocked = plan.ranks == 1 and plan.draft_costs is None
-        policy = AdaptivePolicy(plan.sizes.draft_shapes, costs, plan.sizes.max_running, clocked)
-        scheduler.adapt(policy)  # type: ignore[attr-defined]  # the plan has checked its offers
+        policy = AdaptivePolicy(shapes, costs, plan.sizes.max_running, clocked)
+    scheduler.adapt(policy)  # type: ignore[attr-defined]  # the plan has checked its offers
 
 
 def described(costs: DraftCosts) -> str:

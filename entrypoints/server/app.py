@@ -20,7 +20,7 @@ from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server import errors
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.page.files import PageFile, page_files
-from glowplug.entrypoints.server.plugin_routes import ServerHandle, refuse_clashes
+from glowplug.entrypoints.server.plugin_routes import RouteChecks, ServerHandle
 from glowplug.entrypoints.server.routes import ROUTES
 from glowplug.entrypoints.server.transport import auth
 from glowplug.entrypoints.server.transport.body import install_schema
@@ -46,8 +46,8 @@ def create_app(
             like all others; None: no hooks are called.
 
     Raises:
-        PluginLoadError: a plugin added a route that authentication would not cover, or one with
-            the method and path of another.
+        PluginLoadError: a plugin added a route that authentication would not cover, one with the
+            method and path of another, or a websocket without a package for them.
     """
     context = Context.of(plan, client, tokenizer, parsers, plugins)
     page = page_files(context.options.api_key is not None) if context.options.page else []
@@ -80,11 +80,11 @@ def create_app(
 
 
 def _extend(app: FastAPI, plan: EnginePlan, plugins: Any) -> None:
-    """Let plugins add routes, and refuse those that hide each other."""
-    own = auth.leaf_routes(app)
+    """Let plugins add routes, and check those of each."""
     if plugins is not None:
-        plugins.call_each("extend_app", app=app, plan=plan, engine=app.state.handle)
-    refuse_clashes(own, [route for route in auth.leaf_routes(app) if route not in own])
+        handle = app.state.handle
+        check = RouteChecks(app).check
+        plugins.call_each("extend_app", after=check, app=app, plan=plan, engine=handle)
 
 
 def _add_routes(app: FastAPI, page: Sequence[PageFile]) -> None:
@@ -130,6 +130,7 @@ def _add_middleware(app: FastAPI, context: Context) -> None:
         log=context.log,
         observers=context.observers,
         polls=[route.path for route in ROUTES if route.poll],
+        origins=context.options.cors_origins,
     )
 
 

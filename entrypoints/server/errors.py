@@ -271,12 +271,16 @@ async def _on_validation(request: Request, error: Exception) -> Response:
     return await _on_deliberate(request, from_validation(list(error.errors())))
 
 
+def _method(request: Request) -> str:
+    return str(request.scope.get("method", "WEBSOCKET"))
+
+
 async def _on_http(request: Request, error: Exception) -> Response:
     """Return the response to a request for an unknown route or an unsupported method."""
     assert isinstance(error, HTTPException)
     _record_failure(request, RequestError(str(error.detail)))
     message = {
-        404: f"no such route: {request.method} {_without_slashes(request.url.path)}",
+        404: f"no such route: {_method(request)} {_without_slashes(request.url.path)}",
         405: f"method {request.method} is not allowed here",
     }.get(error.status_code, str(error.detail))
     return _answer(request, error_response(message, error.status_code, headers=error.headers))

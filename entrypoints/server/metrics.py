@@ -297,7 +297,7 @@ class Metrics:
         """Count an answered HTTP request. ``handler``: path of its route."""
         known = (
             method
-            if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+            if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "WEBSOCKET")
             else "other"
         )
         self._http.inc(labels=(handler, known, str(status)))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
+from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
+from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from glowplug.core.errors import PluginLoadError, RequestError
+from glowplug.core.errors import RequestError
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.loading import PluginSource, failed
 from glowplug.core.protocols import OutputPart
 from glowplug.core.step.messages import Stats
 from glowplug.core.step.request import DEFAULT_ADMISSION, Admission, SamplingParams
@@ -23,6 +25,8 @@ from glowplug.entrypoints.server.errors import from_exception
 from glowplug.entrypoints.server.transport import auth
 
 Act = Callable[[], Awaitable[None]]
+
+WEBSOCKET_PACKAGES = ("websockets", "wsproto")  #: packages by which uvicorn serves websockets
 
 
 class ServerHandle:
@@ -122,6 +126,7 @@ class GuardedApp(auth.Guarded):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"authorization")
@@ -133,25 +138,73 @@ class GuardedApp(auth.Guarded):
         await self._app(scope, receive, send)
 
 
-def refuse_clashes(own: list[BaseRoute], added: list[BaseRoute]) -> None:
-    """Refuse a route of a plugin that another route hides.
+class RouteChecks:
+    """The checks of the routes that each plugin adds.
 
     Args:
-        own: the server's routes.
-        added: the routes that plugins added.
+        app: the app, with the server's own routes.
+    """
 
-    Raises:
-        PluginLoadError: two routes have the same method and path; the message names both.
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self._known = auth.leaf_routes(app)
+
+    def check(self, source: PluginSource) -> None:
+        """Check the routes that have been added since the last call.
+
+        Args:
+            source: the plugin that added them.
+
+        Raises:
+            PluginLoadError: authentication would not cover a route, another route has its method
+                and path, or it is a websocket and no package for them is installed.
+        """
+        routes = auth.leaf_routes(self._app)
+        added = [route for route in routes if route not in self._known]
+        fault = auth.unguarded(added) or clash(self._known, added) or missing_package(added)
+        if fault:
+            raise failed(source, fault, "extend_app")
+        self._known = routes
+
+
+def clash(own: Iterable[BaseRoute], added: Iterable[BaseRoute]) -> str:
+    """Return which of the ``added`` routes has the method and path of another; "" if none has.
+
+    Args:
+        own: the routes before.
+        added: the routes of a plugin.
     """
     taken: dict[tuple[str, str], Any] = {}
     for route in (*own, *added):
-        if not isinstance(route, APIRoute):
-            continue
-        for method in route.methods or ():
+        for method in methods(route):
+            assert isinstance(route, APIRoute | APIWebSocketRoute)
             first = taken.setdefault((method, route.path), route.endpoint)
             if first is not route.endpoint:
-                raise PluginLoadError(
-                    f"extend_app: {method} {route.path} of {route.endpoint.__module__} clashes "
-                    f"with the route of {first.__module__}; fix: another path, or "
-                    "--block-plugin with one of them"
+                return (
+                    f"{method} {route.path} of {route.endpoint.__module__} clashes with the route "
+                    f"of {first.__module__}: give it another path"
                 )
+    return ""
+
+
+def methods(route: BaseRoute) -> Iterable[str]:
+    """Return a route's HTTP methods, or "WEBSOCKET"; none for a mounted app."""
+    if isinstance(route, APIWebSocketRoute):
+        return ("WEBSOCKET",)
+    return route.methods or () if isinstance(route, APIRoute) else ()
+
+
+def serves_websockets(app: FastAPI) -> bool:
+    """Return whether the app has a websocket route."""
+    return any(isinstance(route, APIWebSocketRoute) for route in auth.leaf_routes(app))
+
+
+def missing_package(added: Iterable[BaseRoute]) -> str:
+    """Return why a websocket route cannot be served; "" if there is none or it can be."""
+    for route in added:
+        if isinstance(route, APIWebSocketRoute) and not any(map(find_spec, WEBSOCKET_PACKAGES)):
+            return (
+                f"the websocket route {route.path} needs one of the packages "
+                f"{' and '.join(WEBSOCKET_PACKAGES)}: pip install 'glowplug[websockets]'"
+            )
+    return ""

@@ -38,7 +38,7 @@ from glowplug.entrypoints.front.open_engine import make_executor, start_executor
 from glowplug.entrypoints.server.app import create_app
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.logs import set_up_logging, stats_lines
-from glowplug.entrypoints.server.plugin_routes import ServerHandle
+from glowplug.entrypoints.server.plugin_routes import ServerHandle, serves_websockets
 from glowplug.entrypoints.server.transport.http_protocol import GuardedProtocol
 
 logger = logging.getLogger("glowplug.server")
@@ -226,7 +226,8 @@ class HttpServer:
             uvicorn.Config(
                 app,
                 http=partial(GuardedProtocol, log=context.log),  # type: ignore[arg-type]
-                ws="none",
+                ws="auto" if serves_websockets(app) else "none",
+                ws_max_size=context.options.max_body_bytes,
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -185,6 +185,20 @@ AT_BUILD: dict[str, tuple[str, dict[str, str], str, str]] = {
         "width() returns 2",
         "build",
     ),
+    "more bytes than the plan's": (
+        "attention",
+        {
+            "body": "    def kv_layout(self):\n"
+            "        from dataclasses import replace\n"
+            "        found = super().kv_layout()\n"
+            "        wide = tuple(\n"
+            "            replace(one, shape=(2 * one.shape[0],)) for one in found.entries\n"
+            "        )\n"
+            "        return replace(found, entries=wide)"
+        },
+        "kv_layout() contradicts the plan",
+        "build",
+    ),
     "it raises at load": (
         "weights",
         {"body": "    def read(self, target):\n        raise OSError('disk is gone')"},

@@ -179,6 +179,18 @@ def test_a_parser_that_fails_ends_its_request_alone(
     ("hook", "said"),
     [
         ("extend_app(app, plan):\n    app.add_route_of_ours('/x')", "AttributeError"),
+        (
+            "extend_app(app):\n    app.add_api_route('/v1/models', lambda: 1)",
+            "GET /v1/models of glowplug_faulty clashes with the route of",
+        ),
+        (
+            "extend_app(app):\n    app.mount('/page', lambda *given: None)",
+            "authentication would not cover it",
+        ),
+        (
+            "extend_app(app, engine):\n    engine.absent('/page')",
+            "AttributeError",
+        ),
         ("worker_started(worker, plan):\n    plan.absent", "AttributeError"),
         ("step_observers(worker, plan):\n    return worker", "expected a list"),
     ],

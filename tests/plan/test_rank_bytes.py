@@ -168,7 +168,10 @@ def tensors_of(thing: object, seen: dict[int, object]) -> Iterator[torch.Tensor]
         for item in thing:
             yield from tensors_of(item, seen)
     elif type(thing).__module__.startswith(
-        ("glowplug.core.layers", "glowplug.models.", "glowplug.plugins.quant", "glowplug_")
+        (
+            *("glowplug.core.layers", "glowplug.models.", "glowplug.plugins.quant"),
+            *("glowplug_", "tests.plugins."),
+        )
     ):
         for name, value in vars(thing).items():
             if name not in ("rope", "_embedding"):

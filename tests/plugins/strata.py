@@ -23,6 +23,7 @@ from glowplug.core.api import (
     QuantizationOptions,
     Split,
     StoredLeaf,
+    StoredWeight,
     TensorFact,
     TensorSpec,
     hookimpl,
@@ -110,11 +111,11 @@ def inventory(model: ModelFacts) -> Inventory:
     )
 
 
-def stored_quads(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
+def stored_quads(weight: StoredWeight) -> dict[str, TensorFact]:
     """Return four codes of two bits in a byte, and a step for each group of inputs."""
     return {
-        "codes": TensorFact("uint8", (rows, columns // 4)),
-        "steps": TensorFact("float16", (rows, columns // GROUP)),
+        "codes": TensorFact("uint8", (weight.rows, weight.columns // 4)),
+        "steps": TensorFact("float16", (weight.rows, weight.columns // GROUP)),
     }
 
 

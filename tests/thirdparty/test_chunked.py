@@ -119,7 +119,7 @@ def test_a_layout_that_contradicts_the_plan_stops_the_start(folder: Path) -> Non
     assert "attention 'larger'" in said and "kv_layout() contradicts the plan" in said
     assert "latent [64] float32" in said and "latent [32] float32" in said
     assert "864 bytes per token" in said and "480 bytes per token" in said
-    assert "MiB in all" in said and "Fix: " in said
+    assert "MiB in all" in said and "fix: " in said
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterable
 from secrets import compare_digest
 
-from fastapi import FastAPI, Request, routing
-from fastapi.routing import APIRoute
+from fastapi import FastAPI, routing
+from fastapi.routing import APIRoute, APIWebSocketRoute
+from starlette.requests import HTTPConnection
 from starlette.routing import BaseRoute, Mount
 
 from glowplug.core.errors import PluginLoadError, RequestError
@@ -85,10 +86,10 @@ class Authoriser:
             status=401,
         )
 
-    def dependency(self) -> Callable[[Request], Awaitable[None]]:
-        """Return the FastAPI dependency that checks the key of each request."""
+    def dependency(self) -> Callable[[HTTPConnection], Awaitable[None]]:
+        """Return the FastAPI dependency that checks the key of each request or websocket."""
 
-        async def authorise(request: Request) -> None:
+        async def authorise(request: HTTPConnection) -> None:
             headers = request.headers
             level = self.level(request.scope["path"])
             self.check(level, headers.get("authorization"), headers.get("x-api-key"))
@@ -112,14 +113,23 @@ def require_guarded(app: FastAPI) -> None:
     Raises:
         PluginLoadError: a route is not covered (a mounted app or a bare Starlette route).
     """
-    for route in leaf_routes(app):
+    fault = unguarded(leaf_routes(app))
+    if fault:
+        raise PluginLoadError(fault)
+
+
+def unguarded(routes: Iterable[BaseRoute]) -> str:
+    """Return why authentication would not cover one of ``routes``; "" if it covers them all."""
+    for route in routes:
         if isinstance(route, Mount) and isinstance(route.app, Guarded):
             continue
-        if not isinstance(route, APIRoute):
-            raise PluginLoadError(
+        if not isinstance(route, APIRoute | APIWebSocketRoute):
+            return (
                 f"route {getattr(route, 'path', route)!r} is not an API route, so authentication "
-                "would not cover it; use app.add_api_route, an APIRouter or engine.mount"
+                "would not cover it; use app.add_api_route, app.add_api_websocket_route, an "
+                "APIRouter or engine.mount"
             )
+    return ""
 
 
 def leaf_routes(app: FastAPI) -> list[BaseRoute]:

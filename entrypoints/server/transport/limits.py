@@ -8,12 +8,18 @@ import uuid
 from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketDisconnect
 
 from glowplug.core.errors import RequestError
 from glowplug.entrypoints.server.errors import error_response, in_form_of
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.observers import RequestObservers
 from glowplug.entrypoints.server.request_log import RECORD, RequestLog, RequestRecord, peer
+from glowplug.entrypoints.server.transport.websockets import (
+    WEBSOCKET,
+    refuse_origin,
+    tagged_websocket,
+)
 
 MAX_HEADERS = 100  #: headers of one request
 MAX_HEADER_BYTES = 64 << 10  #: total size of the names and values of one request
@@ -40,6 +46,7 @@ class RequestGate:
         log: the request log.
         observers: receivers of ended requests.
         polls: routes whose requests are logged at level debug.
+        origins: origins of other sites whose pages may open websockets; "*" for any.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class RequestGate:
         log: RequestLog,
         observers: RequestObservers,
         polls: Collection[str],
+        origins: Collection[str] = (),
     ) -> None:
         self._app = app
         self._max_body = max_body_bytes
@@ -57,33 +65,36 @@ class RequestGate:
         self._log = log
         self._observers = observers
         self._polls = frozenset(polls)
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
+        if scope["type"] not in ("http", WEBSOCKET):
             return
-        request_id = _request_id(scope["headers"])
-        scope["glowplug.request_id"] = request_id
-        scope[RECORD] = record = RequestRecord(
-            request_id, scope["method"], scope["path"], peer(scope.get("client"))
-        )
-        record.set_trace(_trace_headers(scope["headers"]))
-        tagged = _tagged(send, record)
-        refusal = _refuse_headers(scope["headers"], self._max_body)
+        record = _record(scope)
+        tagged = (tagged_websocket if scope["type"] == WEBSOCKET else _tagged)(send, record)
+        refusal = self._refusal(scope)
         try:
             if refusal is not None:
                 record.fail(refusal)
                 answer = error_response(str(refusal), refusal.status, code=refusal.code)
-                await in_form_of(scope["path"], answer, request_id)(scope, receive, tagged)
+                await in_form_of(scope["path"], answer, record.id)(scope, receive, tagged)
             else:
                 await self._app(scope, _limited(receive, self._max_body), tagged)
+        except WebSocketDisconnect:
+            record.leave()
         except Exception as error:
             record.fail(error)
             error.add_note(f"request id: {record.id}")  # in the logged traceback
             raise
         finally:
             self._end(scope, record)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        """Return the error for headers that are refused, or for another site's websocket."""
+        refusal = _refuse_headers(scope["headers"], self._max_body)
+        if refusal is None and scope["type"] == WEBSOCKET:
+            refusal = refuse_origin(scope["headers"], self._origins)
+        return refusal
 
     def _end(self, scope: Scope, record: RequestRecord) -> None:
         """Add an ended request to the metrics and to the log."""
@@ -93,6 +104,17 @@ class RequestGate:
         self._metrics.http(path or "unmatched", record.method, record.status, record.seconds)
         self._log.write(record, poll=path in self._polls)
         self._observers.ended(record)
+
+
+def _record(scope: Scope) -> RequestRecord:
+    """Return the record of a request or websocket, which is stored in the scope, as is its id."""
+    request_id = _request_id(scope["headers"])
+    method = "WEBSOCKET" if scope["type"] == WEBSOCKET else scope["method"]
+    record = RequestRecord(request_id, method, scope["path"], peer(scope.get("client")))
+    record.set_trace(_trace_headers(scope["headers"]))
+    scope["glowplug.request_id"] = request_id
+    scope[RECORD] = record
+    return record
 
 
 def _request_id(headers: Headers) -> str:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
-from glowplug.core.facts.stored_formats import StoredLeaf, quantization_config
+from glowplug.core.facts.stored_formats import StoredLeaf, StoredWeight, quantization_config
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import QuantizationOffers
@@ -78,12 +78,13 @@ def awq_group(model: ModelFacts) -> int:
     return group if isinstance(group, int) and not isinstance(group, bool) else 0
 
 
-def stored_words(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
-    """Return, by name, the checkpoint tensors that store one weight [rows, columns].
+def stored_words(weight: StoredWeight) -> dict[str, TensorFact]:
+    """Return, by name, the checkpoint tensors that store a weight.
 
     They are packed weights, packed zeros and scales.
     """
-    group = awq_group(model)
+    rows, columns = weight.rows, weight.columns
+    group = awq_group(weight.model)
     groups = -(-columns // group) if group > 0 else 1
     words = -(-rows // WORD_NUMBERS)
     return {

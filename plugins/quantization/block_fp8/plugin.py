@@ -11,8 +11,8 @@ from typing import Literal
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
-from glowplug.core.facts.model_facts import ModelFacts, TensorFact
-from glowplug.core.facts.stored_formats import StoredLeaf
+from glowplug.core.facts.model_facts import TensorFact
+from glowplug.core.facts.stored_formats import StoredLeaf, StoredWeight
 from glowplug.core.plugin.byte_costs import NUMBER_BYTES
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
@@ -135,11 +135,12 @@ def fp8_peak_tokens(options: BlockFp8Options) -> tuple[int, ...]:
     return (MASKED_TOKENS,) if options.experts == "deep_gemm_masked" else ()
 
 
-def stored_blocks(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
-    """Return, by name, the checkpoint tensors that store one weight [rows, columns].
+def stored_blocks(weight: StoredWeight) -> dict[str, TensorFact]:
+    """Return, by name, the checkpoint tensors that store a weight.
 
     They are E4M3 values and a scale for each block, or the weight alone if the model has no blocks.
     """
+    model, rows, columns = weight.model, weight.rows, weight.columns
     if model.quant_block is None:
         return {"weight": TensorFact(model.dtype, (rows, columns))}
     blocks = (-(-rows // model.quant_block[0]), -(-columns // model.quant_block[1]))

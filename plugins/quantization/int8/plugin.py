@@ -15,7 +15,7 @@ from pydantic import Field
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
-from glowplug.core.facts.stored_formats import StoredLeaf, quantization_config
+from glowplug.core.facts.stored_formats import StoredLeaf, StoredWeight, quantization_config
 from glowplug.core.plugin.byte_costs import NUMBER_BYTES
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
@@ -193,11 +193,12 @@ def _some(names: list[str]) -> str:
     )
 
 
-def stored_rows(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
-    """Return, by name, the checkpoint tensors that store one weight [rows, columns].
+def stored_rows(weight: StoredWeight) -> dict[str, TensorFact]:
+    """Return, by name, the checkpoint tensors that store a weight.
 
     They are int8 values and a scale for each row.
     """
+    rows, columns = weight.rows, weight.columns
     return {
         "weight": TensorFact("int8", (rows, columns)),
         "weight_scale": TensorFact("float32", (rows, 1)),

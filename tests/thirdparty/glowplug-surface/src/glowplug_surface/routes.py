@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, WebSocket
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
@@ -44,6 +44,20 @@ def routes(engine: EngineHandle) -> APIRouter:
         return {"running": stats.running, "waiting": stats.waiting}
 
     return router
+
+
+def live(engine: EngineHandle) -> Callable[[WebSocket], Any]:
+    """Return a websocket that answers each prompt with one message per part."""
+
+    async def answer(websocket: WebSocket) -> None:
+        await websocket.accept()
+        while True:
+            body = Continue.model_validate(await websocket.receive_json())
+            params = SamplingParams(temperature=0.0, max_tokens=body.tokens)
+            async for part in engine.stream(body.prompt, params):
+                await websocket.send_json({"tokens": part.token_ids, "end": part.finish_reason})
+
+    return answer
 
 
 class Page:
