@@ -68,6 +68,7 @@ from glowplug.core.plugin.offers import (
     SamplerOffers,
     SchedulerOffers,
     SpeculativeOffers,
+    Tier,
     WeightOffers,
 )
 from glowplug.core.plugin.options import (
@@ -161,6 +162,7 @@ __all__ = [
     "StoredLeaf",
     "TensorFact",
     "TensorSpec",
+    "Tier",
     "Tuner",
     "WeightError",
     "WeightOffers",

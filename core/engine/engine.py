@@ -253,6 +253,8 @@ class Engine:
             raise RequestError("requests are running; the cache can be flushed only when idle")
         if self._router is not None:
             self._router.forget_prefixes()
+        if self.runner.tier is not None:
+            self.runner.tier.forget()
         return {}
 
     # ---- one step --------------------------------------------------------------------------------
@@ -391,6 +393,8 @@ class Engine:
     def _stats(self) -> Stats:
         stats = self.scheduler.load()
         self._meters.fill(stats)
+        if self.runner.tier is not None:
+            self.runner.tier.fill(stats)
         masks = self.runner.grammars.masks
         if masks is not None:
             masks.counts.fill(stats)

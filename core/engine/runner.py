@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from glowplug.core.engine.device_fields import flatten, host_arrays, logits_index, set_device_fields
 from glowplug.core.engine.grammars import RankGrammars
 from glowplug.core.engine.in_flight import InFlight, pack, tensors_of
+from glowplug.core.engine.tiers.rank_tier import RankTier
 from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.protocols import (
     AttentionBackend,
@@ -42,6 +43,7 @@ class Runner:
 
     ``layers``: number of the target's layers in the KV pool; drafts' layers follow them.
     ``grammars``: the grammars of the rank's sequences; None: no sequence has one.
+    ``tier``: the tier of the prefix cache, whose copies precede each step; None: it has none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Runner:
         self._layers = layers
         self._simulated = simulated
         self.grammars = grammars or RankGrammars()
+        self.tier: RankTier | None = None
         self._speculates = speculative.width() > 1
         self._on_host = self.device.type == "cpu"
 
@@ -90,6 +93,8 @@ class Runner:
         with torch.inference_mode():
             if self._copier is not None:
                 self._copier.mark()
+            if self.tier is not None:
+                self.tier.move()
             masks = self.grammars.masks
             if masks is not None:
                 masks.begin(batch)

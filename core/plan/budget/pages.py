@@ -128,6 +128,11 @@ def _page_bytes(proposal: Proposal, size: int) -> _PageBytes:
     )
 
 
+def bytes_of_page(proposal: Proposal, size: int) -> int:
+    """Return the bytes of a page of ``size`` tokens in everything that grows with the pages."""
+    return _page_bytes(proposal, size).all
+
+
 def kv_token_bytes(proposal: Proposal) -> int:
     """Return the bytes of KV cache of one token on a rank, over all layers."""
     entries = planned_entries(proposal)

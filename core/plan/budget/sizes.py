@@ -10,11 +10,14 @@ measures its memory before the port opens, and the KV cache gets the memory that
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.budget.captured import short_steps
 from glowplug.core.plan.budget.counts import Counts, decide_counts
-from glowplug.core.plan.budget.memory_share import decide_budget
+from glowplug.core.plan.budget.memory_share import Budget, decide_budget
 from glowplug.core.plan.budget.pages import Pages, decide_pages
+from glowplug.core.plan.budget.tier import TierSize, decide_tier, with_tier
 from glowplug.core.plan.plan import BudgetLine, Decision, Sizes
 from glowplug.core.plan.proposal import Proposal
 
@@ -32,11 +35,22 @@ def size(proposal: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     if isinstance(budget, Refusal):
         proposal.refusals.append(budget)
         return None
+    tier = decide_tier(proposal, counts)
+    if isinstance(tier, TierSize):
+        budget = with_tier(proposal, tier, budget)
+    failed = next((one for one in (tier, budget) if isinstance(one, Refusal)), None)
+    if failed is not None:
+        proposal.refusals.append(failed)
+        return None
+    assert isinstance(budget, Budget)
     pages = decide_pages(proposal, counts, budget)
     if isinstance(pages, Refusal):
         proposal.refusals.append(pages)
         return None
-    sizes = _sizes(proposal, counts, pages)
+    sizes = replace(
+        _sizes(proposal, counts, pages),
+        tier_pages=tier.pages if isinstance(tier, TierSize) else 0,
+    )
     proposal.values.positions = sizes.positions
     proposal.values.short_rows = sizes.short_rows
     proposal.decisions += [
