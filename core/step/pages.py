@@ -5,6 +5,7 @@ The cost of an operation is proportional to the number of pages taken or given b
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,33 @@ class Transfer:
     pages: NDArray[np.int32]
     slots: NDArray[np.int32]
     back: bool = False
+
+
+class TransferQueue:
+    """The copies that a cache has decided, in order, until the engine takes them."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[bool, int, int]] = []
+
+    def out(self, page: int, slot: int) -> None:
+        """Copy a page to a slot."""
+        self._copies.append((False, page, slot))
+
+    def back(self, page: int, slot: int) -> None:
+        """Copy a slot to a page."""
+        self._copies.append((True, page, slot))
+
+    def take(self) -> list[Transfer]:
+        """Return the copies since the last call, neighbours of one direction as one transfer."""
+        copies = self._copies
+        if not copies:
+            return []
+        self._copies = []
+        found = []
+        for back, group in itertools.groupby(copies, key=lambda one: one[0]):
+            columns = np.array(list(group), np.int32)
+            found.append(Transfer(columns[:, 1], columns[:, 2], back))
+        return found
 
 
 class PageAllocator:

@@ -103,9 +103,7 @@ class RankTier:
         raise GlowplugError(f"{self._title}: take_transfers() returned a transfer of {wrong}")
 
 
-def _tensors(
-    kv: Seq[Mapping[str, Tensor]], speculative: SpeculativeAlgorithm
-) -> dict[str, Tensor]:
+def _tensors(kv: Seq[Mapping[str, Tensor]], speculative: SpeculativeAlgorithm) -> dict[str, Tensor]:
     """Return all tensors that have an entry for each page, by name."""
     found = {f"{layer}.{name}": one for layer, held in enumerate(kv) for name, one in held.items()}
     states = speculative.page_states() if isinstance(speculative, PageStates) else {}
