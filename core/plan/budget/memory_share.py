@@ -60,8 +60,8 @@ class Budget:
 
     @property
     def needed(self) -> int:
-        """Bytes of the fixed lines."""
-        return sum(line.bytes for line in self.lines)
+        """Bytes of the fixed lines in the memory of the rank's device."""
+        return sum(line.bytes for line in self.lines if not line.place)
 
     @property
     def weights(self) -> int:

@@ -37,7 +37,7 @@ def size(proposal: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
         return None
     tier = decide_tier(proposal, counts)
     if isinstance(tier, TierSize):
-        budget = with_tier(proposal, tier, budget)
+        budget = with_tier(proposal, counts, tier, budget)
     failed = next((one for one in (tier, budget) if isinstance(one, Refusal)), None)
     if failed is not None:
         proposal.refusals.append(failed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.budget.counts import Counts
 from glowplug.core.plan.budget.memory_share import CPU_SHARE, Budget
-from glowplug.core.plan.budget.pages import bytes_of_page
+from glowplug.core.plan.budget.pages import bytes_of_page, least_pool
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import BudgetLine
 from glowplug.core.plan.proposal import Proposal
@@ -15,7 +15,6 @@ from glowplug.core.plugin.offers import HOST_MEMORY, CacheOffers
 from glowplug.core.plugin.options import CacheOptions
 
 KV_TIER = "kv tier"  #: name of the budget line of a tier
-LEAST_PAGES = 2  #: pages of the smallest KV pool
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,9 @@ def decide_tier(proposal: Proposal, counts: Counts) -> TierSize | Refusal | None
     return TierSize(field, given // page, page, cache.offers.tier.place, how)
 
 
-def with_tier(proposal: Proposal, tier: TierSize, budget: Budget) -> Budget | Refusal:
+def with_tier(
+    proposal: Proposal, counts: Counts, tier: TierSize, budget: Budget
+) -> Budget | Refusal:
     """Return the budget with the tier's line, or a refusal if the host has too little memory.
 
     On a CPU, the tier and everything else share the rank's memory. Beside GPUs, the tiers of a
@@ -76,7 +77,8 @@ def with_tier(proposal: Proposal, tier: TierSize, budget: Budget) -> Budget | Re
     place = tier.place
     if place == HOST_MEMORY and proposal.values.device == "cpu":
         place = ""
-        refusal = _refusal(tier, budget.left - LEAST_PAGES * tier.page_bytes, budget.share.shown)
+        room = budget.left - least_pool(proposal, counts.page_size, budget)
+        refusal = _refusal(tier, room, budget.share.shown)
     elif place == HOST_MEMORY:
         per_host = -(-proposal.values.ranks // proposal.values.hosts)
         memory = proposal.facts.hardware.cpu_memory

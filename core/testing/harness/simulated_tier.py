@@ -44,9 +44,7 @@ class SimulatedTier:
     def __init__(
         self, cache: TieredCache, contents: dict[str, NDArray[Any]], pages: int, slots: int
     ) -> None:
-        tensors = {
-            name: torch.from_numpy(array.view(np.int64)) for name, array in contents.items()
-        }
+        tensors = {name: torch.from_numpy(array.view(np.int64)) for name, array in contents.items()}
         self._cache = cache
         self._sizes = pages, slots
         self._tier: PageTier = cache.open_tier(as_pages(tensors, pages))
