@@ -230,6 +230,19 @@ def test_a_flush_empties_the_tier(folder: Path) -> None:
         assert answers(llm, HEADS[:1]) and llm.stats.tier_hits == 0
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_prompts_come_back_from_pinned_memory(folder: Path) -> None:
+    prompts = [[*head, *head] for head in HEADS]
+    gpu = {"device": "cuda", "dtype": "bfloat16", "attention": {}, "context_length": 192}
+    pool = {"kv_tokens": 384}
+    with engine(folder, **gpu, memory={"kv_tokens": 4096}, cache={"use": "radix"}) as llm:
+        want = answers(llm, [*prompts, prompts[0]])
+    with engine(folder, **gpu, memory=pool) as llm:
+        assert answers(llm, [*prompts, prompts[0]]) == want
+        assert llm.stats.tier_hits == 1 and llm.stats.tier_pages_back
+        assert tier_line(llm.plan).place == "host memory"
+
+
 # ---- in the plan ---------------------------------------------------------------------------------
 
 
@@ -343,7 +356,8 @@ def register_prefix_caches():
 @hookimpl
 def register_speculative_algorithms():
     (found,) = standalone.register_speculative_algorithms()
-    return [dataclasses.replace(found, name="quiet", options=QuietOptions, factory="odd_tiers:Quiet")]
+    factory = "odd_tiers:Quiet"
+    return [dataclasses.replace(found, name="quiet", options=QuietOptions, factory=factory)]
 """
 
 
