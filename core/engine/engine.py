@@ -213,9 +213,7 @@ class Engine:
             try:
                 end()
             except Exception:
-                logging.getLogger("glowplug").exception(
-                    "a callback failed while the engine was closed"
-                )
+                logger.exception("a callback failed while the engine was closed")
 
     # ---- messages --------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ class Runner:
     ``tier``: the tier of the prefix cache, whose copies precede each step; None: it has none.
     """
 
+    tier: RankTier | None = None
+
     def __init__(
         self,
         *,
@@ -80,7 +82,6 @@ class Runner:
         self._layers = layers
         self._simulated = simulated
         self.grammars = grammars or RankGrammars()
-        self.tier: RankTier | None = None
         self._speculates = speculative.width() > 1
         self._on_host = self.device.type == "cpu"
 

@@ -88,7 +88,7 @@ def with_tier(
     else:
         refusal = None
     line = BudgetLine(KV_TIER, tier.bytes, tier.how, place=place)
-    return refusal or replace(budget, lines=(*budget.lines, line))
+    return refusal or replace(budget, lines=(*budget.lines, line), tier_pages=tier.pages)
 
 
 def _refusal(tier: TierSize, room: int, shown: str) -> Refusal | None:

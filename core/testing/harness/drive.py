@@ -143,8 +143,7 @@ class Drive:
             depth=depth,
             lookahead=sizes.lookahead,
         )
-        self.tier = simulated_tier(cache, plan, self.model)
-        self.pages.model = self.model if self.tier is None else None
+        self.tier = simulated_tier(cache, plan, self.model, self.pages)
         scheduler.bind(self.table, self.pages, cache, policy)
         self.inflight: deque[tuple[Batch, StepResult]] = deque()
         self.seen: dict[int, Collected] = {}

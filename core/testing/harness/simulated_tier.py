@@ -12,7 +12,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PageTier, PrefixCache, TieredCache
 from glowplug.core.step.host_tier import as_pages
 from glowplug.core.step.pages import SCRATCH_PAGE, Transfer
-from glowplug.core.testing.harness.fake_model import FakeModel
+from glowplug.core.testing.harness.fake_model import FakeModel, PoisonedPages
 
 
 def check_transfer(transfer: Transfer, pages: int, slots: int) -> None:
@@ -57,9 +57,15 @@ class SimulatedTier:
         self._tier.copy(transfers)
 
 
-def simulated_tier(cache: PrefixCache, plan: EnginePlan, model: FakeModel) -> SimulatedTier | None:
-    """Return the tier of ``cache`` over the pool of ``model``; None if the plan has none."""
+def simulated_tier(
+    cache: PrefixCache, plan: EnginePlan, model: FakeModel, pages: PoisonedPages
+) -> SimulatedTier | None:
+    """Return the tier of ``cache`` over the pool of ``model``.
+
+    If the plan has none, return None and have freed ``pages`` poisoned.
+    """
     if not plan.sizes.tier_pages:
+        pages.model = model
         return None
     contents = {"tokens": model.tokens, "positions": model.positions, "states": model.states}
     tiered = cast(TieredCache, cache)

@@ -31,6 +31,7 @@ SLOTS = 12  #: slots of the tier
 LOST = -1  #: content of a page that has another owner
 
 Ints = NDArray[np.int32]
+Running = tuple[PrefixMatch, list[int], str]  #: locked match, tokens and salt of a request
 
 
 def content_of(tokens: list[int], salt: str) -> list[int]:
@@ -41,7 +42,7 @@ def content_of(tokens: list[int], salt: str) -> list[int]:
 
 
 @dataclass(eq=False)
-class Pool:
+class TieredPool:
     """A pool whose pages have contents, around a cache; ``step`` does what precedes a step."""
 
     cache: TieredCache
@@ -138,11 +139,11 @@ class TieredCacheSuite(CacheSuite):
         return self.make(bare_plan(page_size=SIZE, num_pages=PAGES, tier_pages=SLOTS))
 
     @pytest.fixture
-    def served(self) -> Pool:
+    def served(self) -> TieredPool:
         plan = bare_plan(page_size=SIZE, num_pages=PAGES, tier_pages=SLOTS)
-        return Pool(cast(TieredCache, self.make(plan)))
+        return TieredPool(cast(TieredCache, self.make(plan)))
 
-    def test_an_evicted_prefix_comes_back(self, served: Pool) -> None:
+    def test_an_evicted_prefix_comes_back(self, served: TieredPool) -> None:
         tokens = list(range(16))
         assert served.serve(tokens) == 0
         served.empty()
@@ -152,7 +153,7 @@ class TieredCacheSuite(CacheSuite):
         assert served.serve(tokens) == 16
         assert served.cache.size() == (4, 4)
 
-    def test_the_end_of_a_prefix_comes_back(self, served: Pool) -> None:
+    def test_the_end_of_a_prefix_comes_back(self, served: TieredPool) -> None:
         tokens = list(range(16))
         served.serve(tokens)
         served.give(served.cache.evict(3))
@@ -161,14 +162,14 @@ class TieredCacheSuite(CacheSuite):
         assert served.serve(tokens + [7] * 8) == 16
         assert served.serve(tokens[:8] + [8] * 8) == 8
 
-    def test_salts_are_apart_in_the_tier(self, served: Pool) -> None:
+    def test_salts_are_apart_in_the_tier(self, served: TieredPool) -> None:
         served.serve([5] * 8, "a")
         served.empty()
         assert served.cache.match(ints([5] * 8), "b").away == 0
         assert served.serve([5] * 8, "b") == 0
         assert served.serve([5] * 8, "a") == 8
 
-    def test_a_page_is_reused_in_the_step_that_writes_it_out(self, served: Pool) -> None:
+    def test_a_page_is_reused_in_the_step_that_writes_it_out(self, served: TieredPool) -> None:
         """Copies follow one another in the order of the decisions."""
         first, second = [1] * 16, [2] * 16
         served.serve(first)
@@ -181,7 +182,7 @@ class TieredCacheSuite(CacheSuite):
         served.cache.lock(match, -1)
         assert served.serve(second) == 16
 
-    def test_a_request_that_ends_before_its_step_loses_nothing(self, served: Pool) -> None:
+    def test_a_request_that_ends_before_its_step_loses_nothing(self, served: TieredPool) -> None:
         tokens = list(range(16))
         served.serve(tokens)
         served.empty()
@@ -193,7 +194,7 @@ class TieredCacheSuite(CacheSuite):
         served.give(other)
         assert served.serve(tokens) == 16
 
-    def test_locked_pages_stay_in_the_tier(self, served: Pool) -> None:
+    def test_locked_pages_stay_in_the_tier(self, served: TieredPool) -> None:
         tokens = [1] * 16
         served.serve(tokens)
         served.empty()
@@ -210,7 +211,7 @@ class TieredCacheSuite(CacheSuite):
         served.cache.lock(whole, -1)
         assert served.cache.size() == (4, 4), "restore() locks the prefix in place of the match"
 
-    def test_a_full_tier_keeps_the_pages_used_last(self, served: Pool) -> None:
+    def test_a_full_tier_keeps_the_pages_used_last(self, served: TieredPool) -> None:
         for first in range(6):
             served.serve([first] * 16)
         served.empty()
@@ -219,7 +220,7 @@ class TieredCacheSuite(CacheSuite):
         assert known == [0, 0, 0, 16, 16, 16]
         assert served.serve([5] * 16) == 16
 
-    def test_computed_pages_replace_those_in_the_tier(self, served: Pool) -> None:
+    def test_computed_pages_replace_those_in_the_tier(self, served: TieredPool) -> None:
         tokens = list(range(16))
         served.serve(tokens)
         served.empty()
@@ -231,7 +232,7 @@ class TieredCacheSuite(CacheSuite):
         assert (match.length, match.away) == (16, 0)
         served.check(match, tokens, "")
 
-    def test_it_forgets_its_tier(self, served: Pool) -> None:
+    def test_it_forgets_its_tier(self, served: TieredPool) -> None:
         served.serve([1] * 16)
         served.give(served.cache.evict(PAGES))
         served.cache.forget()
@@ -242,73 +243,86 @@ class TieredCacheSuite(CacheSuite):
             served.empty()
         assert served.serve([2] * 16) == 16
 
-    def test_transfers_are_taken_once(self, served: Pool) -> None:
+    def test_transfers_are_taken_once(self, served: TieredPool) -> None:
         assert not served.cache.take_transfers()
         served.serve([1] * 16)
         served.give(served.cache.evict(PAGES))
         assert sum(len(one.pages) for one in served.cache.take_transfers()) == 4
         assert not served.cache.take_transfers()
 
-    def test_pages_are_copied_whole_and_in_order(self, served: Pool) -> None:
+    def test_pages_are_copied_whole_and_in_order(self, served: TieredPool) -> None:
         check_copies(served.cache, "cpu")
 
     @pytest.mark.gpu
-    def test_pages_are_copied_in_the_order_of_the_stream(self, served: Pool) -> None:
+    def test_pages_are_copied_in_the_order_of_the_stream(self, served: TieredPool) -> None:
         check_copies(served.cache, "cuda")
 
     @pytest.mark.parametrize("seed", range(10))
-    def test_random_requests(self, served: Pool, seed: int) -> None:
+    def test_random_requests(self, served: TieredPool, seed: int) -> None:
         """Requests with common prefixes run in turn while their pages come and go."""
         rng = random.Random(seed)
-        running: list[tuple[PrefixMatch, list[int], str]] = []
-        known = 0
-        for _ in range(150):
-            pages = [rng.randrange(2) for _ in range(rng.randrange(1, 7))]
-            tokens = [token for token in pages for _ in range(SIZE)]
-            salt = rng.choice(["", "x"])
-            action = rng.randrange(6)
-            if action == 0 and len(running) < 2:
-                running.append((served.admit(tokens, salt), tokens, salt))
-            elif action == 1 and running:
-                served.cache.lock(running.pop(rng.randrange(len(running)))[0], -1)
-            elif action == 2:
-                served.give(served.cache.evict(rng.randrange(1, 20)))
-            else:
-                known += served.serve(tokens, salt)
-            for match, held, theirs in running:
-                served.step()
-                served.check(match, held, theirs)
-            served.cache.check_integrity()
+        running: list[Running] = []
+        known = sum(self.act_tiered(served, rng, running) for _ in range(150))
         assert known > 100, "prefixes are not found again"
+
+    def act_tiered(self, served: TieredPool, rng: random.Random, running: list[Running]) -> int:
+        """Begin, end or serve a request at random, or evict; return the known tokens."""
+        pages = [rng.randrange(2) for _ in range(rng.randrange(1, 7))]
+        tokens = [token for token in pages for _ in range(SIZE)]
+        salt = rng.choice(["", "x"])
+        action = rng.randrange(6)
+        known = 0
+        if action == 0 and len(running) < 2:
+            running.append((served.admit(tokens, salt), tokens, salt))
+        elif action == 1 and running:
+            served.cache.lock(running.pop(rng.randrange(len(running)))[0], -1)
+        elif action == 2:
+            served.give(served.cache.evict(rng.randrange(1, 20)))
+        else:
+            known = served.serve(tokens, salt)
+        served.step()
+        for one in running:
+            served.check(*one)
+        served.cache.check_integrity()
+        return known
+
+
+def pool_of(device: str) -> dict[str, torch.Tensor]:
+    """Return a pool of entries of several dtypes, whose pages differ."""
+    count = torch.arange(PAGES * SIZE, device=device)
+    return {
+        "0.kv": torch.arange(PAGES * SIZE * 3, device=device, dtype=torch.float32).view(-1, 3),
+        "1.codes": count.to(torch.int8).view(-1, 1),
+        "1.scale": count.to(torch.float8_e4m3fn).view(-1, 1),
+    }
+
+
+#: the first copies; then a step overwrites pages 3 to 5, and the others follow
+FIRST = (Transfer(ints([3, 4, 5, 9]), ints([0, 1, 2, SLOTS - 1])),)
+OTHERS = (
+    Transfer(ints([6, 12, 13]), ints([2, 0, 1]), back=True),
+    Transfer(ints([13, 7]), ints([2, 0])),
+    Transfer(ints([20, 21]), ints([2, 0]), back=True),
+)
+#: page -> the page whose bytes it then has
+COPIED = {6: 5, 12: 3, 13: 4, 20: 4, 21: 7}
 
 
 def check_copies(cache: TieredCache, device: str) -> None:
     """Check a cache's ``PageTier`` on tensors of several dtypes, on ``device``."""
-    pool = {
-        "0.kv": torch.arange(PAGES * SIZE * 3, device=device, dtype=torch.float32).view(-1, 3),
-        "1.codes": torch.arange(PAGES * SIZE, device=device).to(torch.int8).view(-1, 1),
-        "1.scale": torch.arange(PAGES * SIZE, device=device).to(torch.float8_e4m3fn).view(-1, 1),
-    }
-    pages = as_pages(pool, PAGES)
+    pages = as_pages(pool_of(device), PAGES)
     before = {name: tensor.clone() for name, tensor in pages.items()}
     tier: PageTier = cache.open_tier(pages)
-    tier.copy([Transfer(ints([3, 4, 5, 9]), ints([0, 1, 2, SLOTS - 1]))])
+    tier.copy(FIRST)
     for tensor in pages.values():
-        tensor[3:6] = 77  # a step overwrites the pages after the copy
-    tier.copy(
-        [
-            Transfer(ints([6, 12, 13]), ints([2, 0, 1]), back=True),
-            Transfer(ints([13, 7]), ints([2, 0])),
-            Transfer(ints([20, 21]), ints([2, 0]), back=True),
-        ]
-    )
-    expected = list(range(PAGES))
-    for page, source in ((6, 5), (12, 3), (13, 4), (20, 4), (21, 7)):
-        expected[page] = source
+        tensor[3:6] = 77
+    tier.copy(OTHERS)
+    others = [page for page in range(PAGES) if page not in (3, 4, 5)]
+    sources = [COPIED.get(page, page) for page in others]
     for name, tensor in pages.items():
-        assert (tensor[3:6] == 77).all()
-        others = [page for page in range(PAGES) if page not in (3, 4, 5)]
-        wanted = before[name][[expected[page] for page in others]]
-        assert torch.equal(tensor[others], wanted), f"{name}: a page has another's bytes"
+        assert (tensor[3:6] == 77).all(), f"{name}: a page is overwritten"
+        assert torch.equal(tensor[others], before[name][sources]), (
+            f"{name}: a page has another's bytes"
+        )
     tier.close()
     tier.close()
