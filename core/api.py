@@ -69,6 +69,7 @@ from glowplug.core.plugin.offers import (
     SamplerOffers,
     SchedulerOffers,
     SpeculativeOffers,
+    Tier,
     WeightOffers,
 )
 from glowplug.core.plugin.options import (
@@ -164,6 +165,7 @@ __all__ = [
     "StoredWeight",
     "TensorFact",
     "TensorSpec",
+    "Tier",
     "Tuner",
     "WeightError",
     "WeightOffers",

@@ -213,9 +213,7 @@ class Engine:
             try:
                 end()
             except Exception:
-                logging.getLogger("glowplug").exception(
-                    "a callback failed while the engine was closed"
-                )
+                logger.exception("a callback failed while the engine was closed")
 
     # ---- messages --------------------------------------------------------------------------------
 
@@ -253,6 +251,8 @@ class Engine:
             raise RequestError("requests are running; the cache can be flushed only when idle")
         if self._router is not None:
             self._router.forget_prefixes()
+        if self.runner.tier is not None:
+            self.runner.tier.forget()
         return {}
 
     # ---- one step --------------------------------------------------------------------------------
@@ -391,6 +391,8 @@ class Engine:
     def _stats(self) -> Stats:
         stats = self.scheduler.load()
         self._meters.fill(stats)
+        if self.runner.tier is not None:
+            self.runner.tier.fill(stats)
         masks = self.runner.grammars.masks
         if masks is not None:
             masks.counts.fill(stats)

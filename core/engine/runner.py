@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from glowplug.core.engine.device_fields import flatten, host_arrays, logits_index, set_device_fields
 from glowplug.core.engine.grammars import RankGrammars
 from glowplug.core.engine.in_flight import InFlight, pack, tensors_of
+from glowplug.core.engine.tiers.rank_tier import RankTier
 from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.protocols import (
     AttentionBackend,
@@ -42,7 +43,10 @@ class Runner:
 
     ``layers``: number of the target's layers in the KV pool; drafts' layers follow them.
     ``grammars``: the grammars of the rank's sequences; None: no sequence has one.
+    ``tier``: the tier of the prefix cache, whose copies precede each step; None: it has none.
     """
+
+    tier: RankTier | None = None
 
     def __init__(
         self,
@@ -90,6 +94,8 @@ class Runner:
         with torch.inference_mode():
             if self._copier is not None:
                 self._copier.mark()
+            if self.tier is not None:
+                self.tier.move()
             masks = self.grammars.masks
             if masks is not None:
                 masks.begin(batch)

@@ -174,7 +174,8 @@ def total_rows(plan: EnginePlan) -> list[tuple[str, str, int]]:
 
     Neighbouring ranks with equal totals share a row.
     """
-    totals = [sum(line.on(rank) for line in plan.budget) for rank in range(plan.ranks)]
+    lines = [line for line in plan.budget if not line.place]
+    totals = [sum(line.on(rank) for line in lines) for rank in range(plan.ranks)]
     limit = _device_memory(plan)
     if len(set(totals)) == 1:
         where = f"on each of {plan.ranks} ranks" if plan.ranks > 1 else "on each rank"

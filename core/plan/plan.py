@@ -78,12 +78,14 @@ class BudgetLine:
         bytes: bytes on each rank; the largest number if ranks differ.
         how: basis of the estimate.
         ranks: bytes on each rank if they differ, else ().
+        place: where the bytes are, if not in the memory of the rank's device, such as "disk".
     """
 
     name: str
     bytes: int
     how: str
     ranks: tuple[int, ...] = ()
+    place: str = ""
 
     def on(self, rank: int) -> int:
         """Return the bytes on ``rank``."""
@@ -124,6 +126,7 @@ class Sizes:
     #: token counts of steps that may hold more memory than larger ones
     peak_tokens: tuple[int, ...] = ()
     short_keys: int = 0  #: most keys of the short rows for which attention has a faster kernel
+    tier_pages: int = 0  #: pages that a tier of the prefix cache holds on each rank; 0: no tier
     #: batch sizes, ascending, for which a second graph is captured with this kernel
     short_rows: tuple[int, ...] = ()
 

@@ -70,7 +70,7 @@ def rows(plan: EnginePlan, brief: bool = False) -> list[tuple[str, str, str, str
     ]
     found += [] if brief else layout_rows(plan)
     found += [
-        (f"memory: {line.name}", "", "size", line.how + _spread(line), human(line.bytes))
+        (f"memory: {line.name}", line.place, "size", line.how + _spread(line), human(line.bytes))
         for line in plan.budget
     ]
     return [

@@ -184,9 +184,27 @@ class SchedulerOffers(Offers):
 
     Attributes:
         adapts: it is a ``protocols.AdaptiveScheduler``.
+        restores: it restores the pages that a match has in a tier (``TieredCache.restore``).
     """
 
     adapts: bool = False
+    restores: bool = False
+
+
+HOST_MEMORY = "host memory"  #: place of a tier whose bytes the plan counts as the host's memory
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place beside the KV pool in which a prefix cache keeps evicted pages.
+
+    Attributes:
+        option: the cache's option with the bytes of the tier on each rank; 0 bytes: no tier.
+        place: where the bytes are. Host memory is refused if the host has too little.
+    """
+
+    option: str
+    place: str = HOST_MEMORY
 
 
 @dataclass(frozen=True)
@@ -195,9 +213,11 @@ class CacheOffers(Offers):
 
     Attributes:
         shares: requests may share pages.
+        tier: it is a ``protocols.TieredCache``, with this tier unless its option is 0.
     """
 
     shares: bool = True
+    tier: Tier | None = None
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ from glowplug.core.protocols.quantization import (
     StartedExperts as StartedExperts,
 )
 from glowplug.core.protocols.sampling import (
+    PageStates as PageStates,
     Sampled as Sampled,
     Sampler as Sampler,
     SpeculativeAlgorithm as SpeculativeAlgorithm,
@@ -87,10 +88,12 @@ from glowplug.core.protocols.scheduling import (
     MOST_OVERTAKEN as MOST_OVERTAKEN,
     AdaptiveScheduler as AdaptiveScheduler,
     DraftPolicy as DraftPolicy,
+    PageTier as PageTier,
     PrefixCache as PrefixCache,
     PrefixMatch as PrefixMatch,
     Scheduler as Scheduler,
     SchedulingPolicy as SchedulingPolicy,
+    TieredCache as TieredCache,
 )
 from glowplug.core.protocols.serving import (
     EndedRequest as EndedRequest,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,6 +112,21 @@ class Sampler(Protocol):
             tokens: int64 [B, W].
             counts: number of accepted tokens of each row, int32 [B].
             rows: rows of the sequence table, int64 [B].
+        """
+        ...
+
+
+@runtime_checkable
+class PageStates(Protocol):
+    """A speculative algorithm that keeps state for each page beside the KV pool.
+
+    A tier of the prefix cache copies the state with the page.
+    """
+
+    def page_states(self) -> Mapping[str, Tensor]:
+        """Return the tensors by name, contiguous, each [num_pages * n, ...] with a whole n.
+
+        It is called after the last ``reserve``.
         """
         ...
 

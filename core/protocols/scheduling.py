@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.step.batch import Batch, StepResult
 from glowplug.core.step.messages import Abort, Stats, StepOutput
-from glowplug.core.step.pages import PageAllocator
+from glowplug.core.step.pages import PageAllocator, Transfer
 from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(eq=False)
@@ -22,14 +25,16 @@ class PrefixMatch:
     """A cached prefix of a prompt.
 
     Attributes:
-        length: number of tokens of the prefix.
-        pages: pages that hold it.
+        length: number of tokens of the prefix that the KV pool holds.
+        pages: pages that hold them.
         handle: the cache's own data.
+        away: number of further tokens, in whole pages, that a tier holds (``TieredCache``).
     """
 
     length: int
     pages: NDArray[np.int32]
     handle: object = None
+    away: int = 0
 
 
 class PrefixCache(Protocol):
@@ -87,6 +92,73 @@ class PrefixCache(Protocol):
         Raises:
             AssertionError: the data are inconsistent; the message has the reason.
         """
+        ...
+
+
+class PageTier(Protocol):
+    """The rank's part of a tier: it copies pages. ``core.step.host_tier`` has one for host memory.
+
+    An exception ends the rank.
+    """
+
+    def copy(self, transfers: Seq[Transfer]) -> None:
+        """Copy pages one transfer after another, as work of the device's current stream.
+
+        It is called before a step's first device work. Earlier steps may still run, and this step
+        overwrites pages: a copy on another stream must begin after the present work of the current
+        stream, which in turn must wait for the copy.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the tier's memory or files. Idempotent."""
+        ...
+
+
+class TieredCache(PrefixCache, Protocol):
+    """A prefix cache that keeps evicted pages in a tier (``CacheOffers.tier``).
+
+    The tier has ``Sizes.tier_pages`` slots of one page on each rank. Every rank decides alike, and
+    copies its own part of a page. ``evict`` and ``insert`` give a page up at once; the copy to its
+    slot is among the transfers. These are done before the next step of the rank, so the page may
+    have another owner by then.
+
+    ``match`` counts pages in the pool in ``length`` and those behind them in the tier in ``away``.
+    ``lock`` pins both. ``size`` counts pages in the pool only.
+    """
+
+    def open_tier(self, pages: Mapping[str, Tensor]) -> PageTier:
+        """Return the rank's part of the tier. It is called once, when the KV pool exists.
+
+        Args:
+            pages: the pool by pages: for each layer and entry, those of drafts included, a view
+                uint8 [num_pages, bytes of a page], contiguous. Other state that drafts keep for
+                each page (``PageStates``) is among them.
+        """
+        ...
+
+    def restore(self, match: PrefixMatch, pages: NDArray[np.int32]) -> PrefixMatch:
+        """Bring the tokens back that are ``away``; the pages belong to the cache from then on.
+
+        Args:
+            match: a locked match.
+            pages: one page for each page that is away, int32.
+
+        Returns:
+            The whole prefix, with nothing away. It is locked in place of ``match``.
+        """
+        ...
+
+    def take_transfers(self) -> Seq[Transfer]:
+        """Return the transfers decided since the last call, in the order of the decisions."""
+        ...
+
+    def tier_size(self) -> int:
+        """Return the number of slots in use."""
+        ...
+
+    def forget(self) -> None:
+        """Empty the tier and drop all transfers. It is called when the pool's part is empty."""
         ...
 
 

@@ -21,7 +21,6 @@ from glowplug.core.engine.runner import Runner
 from glowplug.core.engine.stalls import StallWatch
 from glowplug.core.engine.stream_probe import StreamProbe
 from glowplug.core.errors import GlowplugError
-from glowplug.core.facts.mesh import coordinates
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
@@ -35,6 +34,8 @@ from glowplug.core.startup.components import (
     build_component,
     check_kv_layout,
     draft_extend_of,
+    make_worker,
+    open_tier,
     plain_scheme,
 )
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
@@ -146,6 +147,7 @@ class RankBuilder:
         policy = self.component("policy")
         cache = self.component("cache")
         scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), cache, policy)
+        closes = open_tier(runner, cache, self.plan, self.memory.kv, self.memory.meter.lines)
         adapt(scheduler, self.plan, costs, runner.speculative)
         router = context.parallel.router()
         if router is not None:
@@ -164,6 +166,7 @@ class RankBuilder:
             controls=self._controls(scheduler, runner, context.parallel),
             closing=[
                 self._stopping,
+                *closes,
                 runner.grammars.close,
                 runner.graphs.close,
                 context.collectives.close,
@@ -318,23 +321,6 @@ class RankBuilder:
         }
         load = parallel.expert_load()
         return {**info, "expert_load": load} if load else info
-
-
-def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
-    """Return the ``Worker`` of ``rank``, with its device, dtype and mesh coordinates.
-
-    Each host holds the same number of neighbouring ranks.
-    """
-    local = rank % (plan.ranks // plan.hosts)
-    device = plan.device if plan.device == "cpu" else f"{plan.device}:{local}"
-    return Worker(
-        rank=rank,
-        ranks=plan.ranks,
-        device=device,
-        dtype=getattr(torch, plan.dtype),
-        coordinates=coordinates(rank, plan.mesh),
-        rendezvous=rendezvous,
-    )
 
 
 def build_rank(

@@ -1,11 +1,18 @@
-"""Construction of a plan's plugins and runtime objects in a worker."""
+"""Construction of a worker, and of a plan's plugins and runtime objects in it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, MutableMapping, Sequence as Seq
 from typing import Any
 
+import torch
+
+from glowplug.core.engine.runner import Runner
+from glowplug.core.engine.tiers.rank_tier import RankTier
 from glowplug.core.errors import GlowplugError, PluginLoadError
 from glowplug.core.facts.kv_layout import KVLayout
+from glowplug.core.facts.mesh import coordinates
+from glowplug.core.plan.budget.tier import KV_TIER
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.loading import (
@@ -23,7 +30,12 @@ from glowplug.core.plugin.registry import (
     distribution_of,
     entry_point_sources,
 )
-from glowplug.core.protocols import QuantizationScheme, SpeculativeAlgorithm, Worker
+from glowplug.core.protocols import (
+    QuantizationScheme,
+    SpeculativeAlgorithm,
+    TieredCache,
+    Worker,
+)
 from glowplug.core.startup.checks.members import member_faults
 from glowplug.core.step.graph_pieces import DraftExtend
 
@@ -155,3 +167,45 @@ def draft_extend_of(plan: EnginePlan) -> DraftExtend:
     """Return the rank's object for the draft's pass over a step's tokens."""
     captured = all(choice.options.get("draft_extend", True) for choice in plan.choices_in("graphs"))
     return DraftExtend(apart=not captured)
+
+
+def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
+    """Return the ``Worker`` of ``rank``, with its device, dtype and mesh coordinates.
+
+    Each host holds the same number of neighbouring ranks.
+    """
+    local = rank % (plan.ranks // plan.hosts)
+    device = plan.device if plan.device == "cpu" else f"{plan.device}:{local}"
+    return Worker(
+        rank=rank,
+        ranks=plan.ranks,
+        device=device,
+        dtype=getattr(torch, plan.dtype),
+        coordinates=coordinates(rank, plan.mesh),
+        rendezvous=rendezvous,
+    )
+
+
+def open_tier(
+    runner: Runner,
+    cache: TieredCache,
+    plan: EnginePlan,
+    kv: Seq[Mapping[str, torch.Tensor]],
+    measured: MutableMapping[str, int],
+) -> list[Callable[[], None]]:
+    """Open the tier of the prefix cache, if the plan has one, and give it to the runner.
+
+    Args:
+        plan: the plan with the rank's number of pages.
+        kv: the KV pool, by layer and entry.
+        measured: bytes by budget line; the tier's are added.
+
+    Returns:
+        The functions that close it, one or none.
+    """
+    if not plan.sizes.tier_pages:
+        return []
+    tier = RankTier(cache, plan, kv, runner.speculative)
+    measured[KV_TIER] = plan.sizes.tier_pages * tier.page_bytes
+    runner.tier = tier
+    return [tier.close]

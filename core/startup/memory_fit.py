@@ -8,7 +8,7 @@ can have the rest of the memory, apart from a reserve.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -61,6 +61,7 @@ class RankMemory:
         plan: the plan, with the number of pages that the rank really has.
         meter: measured bytes by budget line.
         gauge: the reader of memory counts.
+        kv: the KV pool, by layer and entry; () before ``make_pool``.
         measures: True: the rank's device can be measured. False: the pool has the plan's number of
             pages.
     """
@@ -70,6 +71,7 @@ class RankMemory:
         self._device = worker.device
         self.meter = MemoryMeter(gauge or gauge_of(worker.device))
         self.gauge = self.meter.gauge
+        self.kv: tuple[Mapping[str, torch.Tensor], ...] = ()
         self.measures = self.gauge.measures
         self._workspace_bytes = 0
         self._driver_graph_bytes = 0  # the CUDA driver's memory for graphs
@@ -141,6 +143,7 @@ class RankMemory:
         with self.naming("kv"):
             pool = KVPool(runner.attention.kv_layout(), self.plan.sizes.num_pages, self._device)
             self.meter.mark("kv cache")
+            self.kv = pool.layers
             self.plan = replace(self.plan, sizes=replace(self.plan.sizes, kv_bytes=pool.bytes))
             again = [] if self.measures else [runner.sampler]
             self._reserve(pool, runner.attention, runner.speculative, *again)

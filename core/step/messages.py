@@ -147,6 +147,11 @@ class Stats(msgspec.Struct, array_like=True):
         prefix_hits: look-ups that found a prefix.
         prefix_query_tokens: prompt tokens looked up at a first admission.
         prefix_hit_tokens: looked-up prompt tokens that were found in the prefix cache.
+        tier_hits: admissions that brought pages back from the prefix cache's tier.
+        tier_hit_tokens: tokens that they brought back.
+        tier_pages, tier_pages_total: pages in the tier, and its slots; set by the engine.
+        tier_pages_out, tier_pages_back: pages copied to and from the tier; set by the engine.
+        tier_bytes_out, tier_bytes_back: their bytes on each rank; set by the engine.
         step_seconds: time in steps of this group.
         bubble_seconds: the part of ``step_seconds`` in which the device waited for the host.
         busy_seconds: time in steps of any group; token rates are computed over it.
@@ -190,6 +195,14 @@ class Stats(msgspec.Struct, array_like=True):
     mask_waits: int = 0
     mask_seconds: float = 0.0
     mask_wait_seconds: float = 0.0
+    tier_hits: int = 0
+    tier_hit_tokens: int = 0
+    tier_pages: int = 0
+    tier_pages_total: int = 0
+    tier_pages_out: int = 0
+    tier_pages_back: int = 0
+    tier_bytes_out: int = 0
+    tier_bytes_back: int = 0
 
 
 #: fields of ``Stats`` that are not added up over groups as numbers

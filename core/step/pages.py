@@ -1,15 +1,60 @@
-"""The allocator of the KV pool's pages, on the host.
+"""The allocator of the KV pool's pages, and copies of pages to a tier and back, on the host.
 
 The cost of an operation is proportional to the number of pages taken or given back.
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 #: page that is never allocated: padding rows and unused page-table entries point at it
 SCRATCH_PAGE = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """Copies of whole pages between the KV pool and the slots of a tier.
+
+    Attributes:
+        pages: pages of the pool, int32 [n].
+        slots: the slot of each page, int32 [n], from 0 to ``Sizes.tier_pages - 1``.
+        back: True: slots are copied to pages; False: pages are copied to slots.
+    """
+
+    pages: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    back: bool = False
+
+
+class TransferQueue:
+    """The copies that a cache has decided, in order, until the engine takes them."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[bool, int, int]] = []
+
+    def out(self, page: int, slot: int) -> None:
+        """Copy a page to a slot."""
+        self._copies.append((False, page, slot))
+
+    def back(self, page: int, slot: int) -> None:
+        """Copy a slot to a page."""
+        self._copies.append((True, page, slot))
+
+    def take(self) -> list[Transfer]:
+        """Return the copies since the last call, neighbours of one direction as one transfer."""
+        copies = self._copies
+        if not copies:
+            return []
+        self._copies = []
+        found = []
+        for back, group in itertools.groupby(copies, key=lambda one: one[0]):
+            columns = np.array(list(group), np.int32)
+            found.append(Transfer(columns[:, 1], columns[:, 2], back))
+        return found
 
 
 class PageAllocator:

@@ -45,7 +45,7 @@ def register_schedulers() -> list[Component]:
             name="continuous",
             options=ContinuousOptions,
             factory="glowplug.plugins.scheduler.continuous_runtime:Continuous",
-            offers=SchedulerOffers(adapts=True),
+            offers=SchedulerOffers(adapts=True, restores=True),
             summary="continuous batching with chunked prefill, preemption by recompute and "
             "shared prefixes",
         )

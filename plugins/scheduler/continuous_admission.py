@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
-from glowplug.core.protocols import PrefixMatch, SchedulingPolicy
+from glowplug.core.protocols import PrefixMatch, SchedulingPolicy, TieredCache
 from glowplug.core.step.request import Sequence
 from glowplug.plugins.scheduler.continuous_queue import CachedPrefixes, Queue
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
@@ -63,6 +64,8 @@ class Admitter:
         self.held: set[int] = set()  # ids of sequences that the policy may hold
         self.queries = 0
         self.hits = 0
+        self.tier_hits = 0
+        self.tier_hit_tokens = 0
         self._blocked = False
         # id of a waiting sequence -> id of the running sequence whose prompt it waits for
         self._waits_for: dict[int, int] = {}
@@ -123,7 +126,7 @@ class Admitter:
             self.queue.pop(sequence.id)
             self.forget(sequence.id)
             admitted.append(sequence)
-            budget -= len(tokens) - match.length
+            budget -= len(tokens) - match.length - match.away
         return admitted
 
     def looks_up(self, sequence: Sequence) -> bool:
@@ -149,18 +152,18 @@ class Admitter:
         if not self.share or not self.rows.unpublished or self.scored(sequence):
             return False
         other, common = self.rows.twin(tokens, sequence.admission.salt)
-        if common - match.length < self.share:
+        if common - match.length - match.away < self.share:
             return False
         return self._waits_for.setdefault(sequence.id, other) == other
 
     def _try(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
         if self._place(sequence, tokens, match):
             self.queries += self.looks_up(sequence)
-            self.hits += match.length > 0
+            self.hits += match.length + match.away > 0
             return True
         # NOTE: if locking the match pinned more pages than the match has, the only sequence might
         # never fit. Without the match it fits.
-        if self.rows.running or not match.length:
+        if self.rows.running or not match.length + match.away:
             return False
         return self._place(sequence, tokens, PrefixMatch(0, tokens[:0]))
 
@@ -177,7 +180,21 @@ class Admitter:
         if needed + len(rows.running) <= available and rows.make_free(needed):
             fresh = rows.pages.take(needed)
             assert fresh is not None
+            if match.away:
+                match, fresh = self._restore(match, fresh)
             rows.join(sequence, match, fresh, self.context)
             return True
         rows.cache.lock(match, -1)
         return False
+
+    def _restore(self, match: PrefixMatch, fresh: Ints) -> tuple[PrefixMatch, Ints]:
+        """Bring the pages of a locked match that are away back to the first of ``fresh``.
+
+        Returns:
+            The whole prefix, and the fresh pages behind it.
+        """
+        count = self.rows.pages_for(match.away)
+        self.tier_hits += 1
+        self.tier_hit_tokens += match.away
+        cache = cast(TieredCache, self.rows.cache)
+        return cache.restore(match, fresh[:count]), fresh[count:]

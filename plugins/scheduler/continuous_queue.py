@@ -88,7 +88,8 @@ class CachedPrefixes(Mapping[int, int]):
 
     def __getitem__(self, id: int) -> int:
         sequence = self._waiting[id]
-        return self._cache.match(sequence.prompt, sequence.admission.salt).length
+        match = self._cache.match(sequence.prompt, sequence.admission.salt)
+        return match.length + match.away
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._waiting)

@@ -29,7 +29,10 @@ it is preempted and waits again, at the queue's head, with its output. Invariant
    so it never drops a token: a decoding row has gained at least one token since its admission, and
    the last running row is never a victim and always fits (``add`` refuses sequences that cannot).
    Hence every preemption is paid for by progress, and there is no livelock.
-7. A recomputed sequence prefills prompt and output; its positions, and the seeds made from them, do
+7. Pages that a match has in a tier are restored to pages taken at the admission. They belong to the
+   cache at once and may be shared or evicted again before a step has run: copies precede the next
+   step in the order of the decisions.
+8. A recomputed sequence prefills prompt and output; its positions, and the seeds made from them, do
    not change.
 
 Deadlines use ``Worker.clock`` (seconds, monotonic, the base of ``Sequence.arrival``), the same on

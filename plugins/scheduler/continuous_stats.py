@@ -39,4 +39,6 @@ def snapshot(stats: Stats, rows: Rows, queue: Queue, admission: Admitter) -> Sta
     stats.pages_evictable = rows.cache.size()[1]
     stats.prefix_queries = admission.queries
     stats.prefix_hits = admission.hits
+    stats.tier_hits = admission.tier_hits
+    stats.tier_hit_tokens = admission.tier_hit_tokens
     return copy(stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -52,6 +53,14 @@ class Standalone(DraftPasses):
         super().reserve(limits)
         self._pool = KVPool(self._attention.kv_layout(), limits.num_pages, str(self._device))
         self._attention.reserve(replace(limits, kv=self._pool.layers, hidden=self._hidden_size))
+
+    def page_states(self) -> Mapping[str, Tensor]:
+        """Return the draft's KV pool; see ``protocols.PageStates``."""
+        return {
+            f"draft {layer}.{name}": tensor
+            for layer, entries in enumerate(self._pool.layers)
+            for name, tensor in entries.items()
+        }
 
     # ---- drafts ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.startup import kv_cache_error
-from glowplug.core.startup.build_rank import make_worker
+from glowplug.core.startup.components import make_worker
 from glowplug.core.startup.kv_cache_error import CacheError, Lend, cache_error, check_cache
 from glowplug.core.startup.memory_fit import RankMemory
 from glowplug.core.step.batch import Batch, shape_of

@@ -33,7 +33,7 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.startup import build_rank, warmup
+from glowplug.core.startup import build_rank, components, warmup
 from glowplug.core.step import to_device
 from glowplug.core.step.batch import shape_of
 from glowplug.core.step.kv_pool import KVPool
@@ -126,7 +126,7 @@ class Traced:
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet, tally: Tally) -> None:
         self.plan, self.tally = plan, tally
-        self.place = build_rank.make_worker(plan, 0)
+        self.place = components.make_worker(plan, 0)
         self.builder = build_rank.RankBuilder(
             plan, self.place, plugins, lambda *_: None, lambda *_: None
         )

@@ -16,6 +16,7 @@ MODULES = (
     "ranks",
     "sampling",
     "scheduling",
+    "tiers",
     "whole_engines",
 )
 PAGE = Path(__file__).parents[2] / "docs/mutants.md"

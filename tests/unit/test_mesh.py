@@ -12,7 +12,7 @@ from glowplug.core.facts.mesh import coordinates
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Shard
 from glowplug.core.protocols.parallel_stack import ParallelStack
-from glowplug.core.startup.build_rank import make_worker
+from glowplug.core.startup.components import make_worker
 from glowplug.core.step.batch import StepShape, idle_batch
 from glowplug.core.testing.harness.plans import bare_plan
 

@@ -52,16 +52,18 @@ class Budget:
         lines: the fixed lines: weights, and the memory of a step.
         share: the memory of the rank.
         decisions: the decision for the share, if it was given.
+        tier_pages: pages of the prefix cache's tier, which has one of the lines.
     """
 
     lines: tuple[BudgetLine, ...]
     share: MemoryShare
     decisions: tuple[Decision, ...]
+    tier_pages: int = 0
 
     @property
     def needed(self) -> int:
-        """Bytes of the fixed lines."""
-        return sum(line.bytes for line in self.lines)
+        """Bytes of the fixed lines in the memory of the rank's device."""
+        return sum(line.bytes for line in self.lines if not line.place)
 
     @property
     def weights(self) -> int:

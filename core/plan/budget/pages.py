@@ -128,6 +128,28 @@ def _page_bytes(proposal: Proposal, size: int) -> _PageBytes:
     )
 
 
+def bytes_of_page(proposal: Proposal, size: int) -> int:
+    """Return the bytes of a page of ``size`` tokens in everything that grows with the pages."""
+    return _page_bytes(proposal, size).all
+
+
+def least_pool(proposal: Proposal, size: int, budget: Budget) -> int:
+    """Return the bytes of the smallest pool with pages of ``size`` tokens that the options allow.
+
+    It has the given tokens or bytes, and room for a sequence of the given ``context_length``.
+    """
+    memory = proposal.config.memory
+    page = bytes_of_page(proposal, size)
+    context = proposal.config.context_length
+    pages = [2, -(-(memory.kv_tokens or 0) // size) + 1, -(-(memory.kv_bytes or 0) // page)]
+    if context is not None:
+        pages.append(_sequence_pages(proposal, context, size) + 1)
+    if memory.static_fraction is not None:
+        share = int(memory.static_fraction * budget.share.memory)
+        pages.append((share - budget.weights) // page)
+    return max(pages) * page
+
+
 def kv_token_bytes(proposal: Proposal) -> int:
     """Return the bytes of KV cache of one token on a rank, over all layers."""
     entries = planned_entries(proposal)

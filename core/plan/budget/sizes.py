@@ -13,8 +13,9 @@ from __future__ import annotations
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.budget.captured import short_steps
 from glowplug.core.plan.budget.counts import Counts, decide_counts
-from glowplug.core.plan.budget.memory_share import decide_budget
+from glowplug.core.plan.budget.memory_share import Budget, decide_budget
 from glowplug.core.plan.budget.pages import Pages, decide_pages
+from glowplug.core.plan.budget.tier import decide_tier, with_tier
 from glowplug.core.plan.plan import BudgetLine, Decision, Sizes
 from glowplug.core.plan.proposal import Proposal
 
@@ -28,7 +29,7 @@ def size(proposal: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     for one in proposal.models:
         one.values.page_size = counts.page_size
         one.values.expandable_segments = counts.expandable_segments
-    budget = decide_budget(proposal, counts)
+    budget = _budget(proposal, counts)
     if isinstance(budget, Refusal):
         proposal.refusals.append(budget)
         return None
@@ -36,7 +37,7 @@ def size(proposal: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     if isinstance(pages, Refusal):
         proposal.refusals.append(pages)
         return None
-    sizes = _sizes(proposal, counts, pages)
+    sizes = _sizes(proposal, counts, pages, budget)
     proposal.values.positions = sizes.positions
     proposal.values.short_rows = sizes.short_rows
     proposal.decisions += [
@@ -48,8 +49,19 @@ def size(proposal: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     return sizes, (*budget.lines, *pages.lines)
 
 
-def _sizes(proposal: Proposal, counts: Counts, pages: Pages) -> Sizes:
-    """Return the engine's sizes, computed from the counts of a step and the pages."""
+def _budget(proposal: Proposal, counts: Counts) -> Budget | Refusal:
+    """Return the fixed lines of the budget, with the tier of the prefix cache, or a refusal."""
+    budget = decide_budget(proposal, counts)
+    if isinstance(budget, Refusal):
+        return budget
+    tier = decide_tier(proposal, counts)
+    if tier is None or isinstance(tier, Refusal):
+        return tier or budget
+    return with_tier(proposal, counts, tier, budget)
+
+
+def _sizes(proposal: Proposal, counts: Counts, pages: Pages, budget: Budget) -> Sizes:
+    """Return the engine's sizes, computed from the counts of a step, the pages and the budget."""
     keys, short = short_steps(proposal, counts.rows, pages.context)
     return Sizes(
         context_length=pages.context,
@@ -70,6 +82,7 @@ def _sizes(proposal: Proposal, counts: Counts, pages: Pages) -> Sizes:
         most_pages=pages.most,
         pass_tokens=counts.captured.pass_tokens,
         extend_tokens=counts.captured.extend_tokens,
+        tier_pages=budget.tier_pages,
         peak_tokens=_peak_tokens(proposal),
         short_keys=keys,
         short_rows=short,

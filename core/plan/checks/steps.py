@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from glowplug.core.errors import Refusal
+from glowplug.core.plan.budget.tier import tier_bytes
 from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.offers import CARRIED_KINDS, GraphOffers, Mode, Offers
@@ -165,4 +166,26 @@ def check_prefix_policy(proposal: Proposal) -> Iterator[Refusal]:
             instead(proposal, "policy", lambda o: not o.uses_prefix, "another policy")
             + ", or "
             + instead(proposal, "cache", lambda o: o.shares, "a prefix cache"),
+        )
+
+
+# ---- tier of the prefix cache --------------------------------------------------------------------
+
+
+@reads("scheduler", "cache")
+def check_tier(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse a scheduler that does not restore pages of the prefix cache's tier."""
+    scheduler = proposal.scheduler
+    cache = proposal.cache
+    if scheduler is None or cache is None or not tier_bytes(cache.offers, cache.options):
+        return
+    if not scheduler.offers.restores:
+        assert cache.offers.tier is not None
+        yield refuse(
+            proposal,
+            "scheduler",
+            scheduler,
+            f"{cache.name} keeps evicted pages in a tier, and {scheduler.name} brings none back",
+            instead(proposal, "scheduler", lambda o: o.restores, "another scheduler")
+            + f", or cache.{cache.offers.tier.option} = 0",
         )

@@ -24,7 +24,7 @@ def component_fault(component: Any, slot: Slot) -> str | None:
     wrong = "; ".join(wrong_words(component.offers))
     if wrong:
         return f"the offers of {component.name!r}: {wrong}"
-    return _options_fault(component, slot) or _name_fault(component)
+    return _options_fault(component, slot) or _tier_fault(component) or _name_fault(component)
 
 
 def _options_fault(component: Component, slot: Slot) -> str | None:
@@ -34,6 +34,20 @@ def _options_fault(component: Component, slot: Slot) -> str | None:
     named = get_args(component.options.model_fields["use"].annotation)
     if slot.section and component.name not in named:
         return f"the options of {component.name!r} must declare use: Literal[{component.name!r}]"
+    return None
+
+
+def _tier_fault(component: Component) -> str | None:
+    """Return why the tier that a cache offers cannot be sized; None if it can."""
+    tier = getattr(component.offers, "tier", None)
+    if tier is None:
+        return None
+    found = component.options.model_fields.get(tier.option)
+    if found is None or found.annotation is not int:
+        return (
+            f"{component.name!r} offers a tier whose bytes are in the option {tier.option!r}; its "
+            "options must declare it as an int"
+        )
     return None
 
 

@@ -38,7 +38,8 @@ def member_faults(slot: str, made: object, offers: Any = None) -> list[str]:
     Returns:
         One clause for each member that is missing or takes other arguments; [] if there is none.
     """
-    protocol = getattr(protocols, BY_NAME[slot].protocol)
+    tiered = slot == "cache" and getattr(offers, "tier", None) is not None
+    protocol = getattr(protocols, "TieredCache" if tiered else BY_NAME[slot].protocol)
     return [
         fault
         for name in _members(protocol)

@@ -15,6 +15,7 @@ from glowplug.core.step.messages import Abort, Admitted, Finished, StepOutput
 from glowplug.core.step.request import Admission, SamplingParams, Sequence
 from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.testing.harness.fake_model import FakeModel, PoisonedPages
+from glowplug.core.testing.harness.simulated_tier import simulated_tier
 
 
 def sequence(
@@ -104,6 +105,9 @@ def _collect_tokens(seen: Mapping[int, Collected], output: StepOutput) -> None:
 class Drive:
     """A scheduler, a table, a poisoned pool and a fake model, stepped together.
 
+    With a tier, freed pages keep their entries until the next step, as on a device; without one
+    they are poisoned at once.
+
     Args:
         depth: number of steps that may be in flight when the next one is scheduled: 0 is no
             overlap, 1 the engine's depth.
@@ -139,7 +143,7 @@ class Drive:
             depth=depth,
             lookahead=sizes.lookahead,
         )
-        self.pages.model = self.model
+        self.tier = simulated_tier(cache, plan, self.model, self.pages)
         scheduler.bind(self.table, self.pages, cache, policy)
         self.inflight: deque[tuple[Batch, StepResult]] = deque()
         self.seen: dict[int, Collected] = {}
@@ -174,6 +178,8 @@ class Drive:
                 "more prefill tokens than a chunk"
             )
             self.batches.append(batch)
+            if self.tier is not None:
+                self.tier.move()
             self.inflight.append((batch, self.model.launch(batch)))
         if self.inflight and (batch is None or len(self.inflight) > self.depth):
             collect(self.seen, self.scheduler.commit(*self.inflight.popleft()))

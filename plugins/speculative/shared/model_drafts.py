@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -78,6 +79,10 @@ class ModelDrafts(DraftPasses):
         # ranks that fill for other groups do so in every step
         if not self._grouped and not all(shape.steps for shape in self._shapes):
             self._pending = PendingTokens(limits.hidden, self._dtype, self._device)
+
+    def page_states(self) -> Mapping[str, Tensor]:
+        """Return the target's hidden states at the ends of pages; see ``protocols.PageStates``."""
+        return {"page ends": self._page_ends.states}
 
     # ---- drafts ----------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""The tier of the prefix cache on one rank."""

@@ -1,0 +1,1 @@
+"""Evicted pages in host memory: a third-party prefix cache for glowplug."""
