@@ -30,6 +30,7 @@ SUITES = {
     "ngram": "speculative",
     "qwen": "models",
     "surface": None,
+    "tiers": "tiers",
 }
 LONG = {"gguf"}  #: samples with more lines
 ROW = re.compile(
