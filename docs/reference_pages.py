@@ -50,6 +50,7 @@ from glowplug.entrypoints.front.front import Stream
 
 SLOT_PROTOCOLS = {slot.protocol for slot in SLOTS}
 OFFERS = {slot.offers for slot in SLOTS}
+BESIDE_OFFERS = {"cache": [api.Tier]}  #: slot -> types of its offers' fields
 
 
 def public(module: ModuleType) -> list[Any]:
@@ -124,7 +125,8 @@ class Pages:
     def slot(self, name: str, offers: str) -> Iterator[str]:
         """Yield the section of a slot: offers and the base of options."""
         base = OPTION_BASES.get(name)
-        things = [getattr(offers_module, offers), *([base] if base else [])]
+        beside = BESIDE_OFFERS.get(name, [])
+        things = [getattr(offers_module, offers), *beside, *([base] if base else [])]
         return self.section(f"Slot `{name}`", things)
 
     def constants(self) -> str:
@@ -160,7 +162,7 @@ class Pages:
         facts = [one for one in others if ".core.facts." in one.__module__ and one not in kv]
         plan = [one for one in others if ".core.plan." in one.__module__]
         shapes = _of(byte_costs)
-        drafts = [one for one in others if one.__module__.endswith("draft_shape")]
+        drafts = [one for one in others if one.__module__.endswith(("draft_shape", "draft_costs"))]
         return self.page(
             "Facts, plan and sizes",
             "The data that a plan is made from, the frozen plan that every factory receives, and "

@@ -47,7 +47,11 @@ class ShapeCosts:
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Seconds of a step for several sizes of drafts, one entry for each."""
+    """Seconds of a step for several sizes of drafts.
+
+    Attributes:
+        entries: one entry for each size.
+    """
 
     entries: tuple[ShapeCosts, ...]
 

@@ -240,7 +240,8 @@ def _act(guide: Guide, mistake: Mistake, folder: Path) -> None:
 
 def shown(message: str, folder: Path) -> str:
     """Return a message as a page shows it: without paths of this machine, in short lines."""
-    text = message.replace(str(folder), "FOLDER").replace(str(ROOT), "GLOWPLUG")
+    text = re.sub(r" \(/\S+/site-packages/\S+\.py:\d+\)", "", message)
+    text = text.replace(str(folder), "FOLDER").replace(str(ROOT), "GLOWPLUG")
     text = re.sub(r" \(/\S+\.py:\d+\)", "", text)  # a place in another package
     text = re.sub(r"(\(GLOWPLUG/\S+\.py):\d+\)", r"\1)", text)
     lines = []

@@ -77,7 +77,8 @@ def test_private_imports_are_found(text: str, tmp_path: Path) -> None:
 def test_the_suite_of_a_sample_is_run(sample: str) -> None:
     suite = SUITES[sample]
     classes = suites_in((FOLDER / f"test_{sample}.py").read_text())
-    assert classes == ([] if suite is None else [f"glowplug.core.testing.suites.{suite}"])
+    assert bool(classes) == (suite is not None)
+    assert suite is None or f"glowplug.core.testing.suites.{suite}" in classes
 
 
 def suites_in(text: str) -> list[str]:
