@@ -337,7 +337,7 @@ class OpsOffers(Offers):
     """Capabilities of a table of elementwise and routing kernels.
 
     Attributes:
-        ops: names of the entries that it provides.
+        ops: names of the entries that it provides; those that a model's layers call must be there.
         adds_parts: its norms can add up partial results: the rows of a token's experts, which then
             stay separate until the next layer, and the partial sums of other GEMMs.
     """

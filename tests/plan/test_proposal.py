@@ -137,7 +137,7 @@ def test_a_trial_runs_the_checks_of_its_slot(
     ran.clear()
     proposal.trial = Trial("cache", fixes=False)
     run_checks(proposal)
-    assert ran == ["check_prefix_policy"]
+    assert ran == ["check_prefix_policy", "check_tier"]
 
 
 def test_a_trial_leaves_out_components_that_its_slot_does_not_affect(proposal: Proposal) -> None:

@@ -15,6 +15,7 @@ from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, Capture, Mode, OpsOffe
 from glowplug.core.plugin.options import OpsOptions
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.testing.harness.fakes import component
+from glowplug.plugins.ops.torch_ops import TABLE
 from tests.plan.conftest import Planner
 from tests.plan.test_flags import given
 from tests.plan.test_refusals import with_components
@@ -173,7 +174,7 @@ def test_experts_of_a_model_without_any(planned: Planner, llama: Path) -> None:
 
 def test_token_counts_where_a_component_cannot_be_captured_over_prompts(planned: Planner) -> None:
     modes = {**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}
-    own = component("ops", "waits", OpsOffers(modes=modes))
+    own = component("ops", "waits", OpsOffers(modes=modes, ops=TABLE))
     config = {
         **HALF,
         "ops": {"use": "waits"},
@@ -202,7 +203,7 @@ class WaxOptions(OpsOptions):
 
 def test_a_plugin_declares_its_own(planned: Planner) -> None:
     own = with_components(
-        ops=[Component("wax", WaxOptions, "nowhere:None", OpsOffers(), summary="x")]
+        ops=[Component("wax", WaxOptions, "nowhere:None", OpsOffers(ops=TABLE), summary="x")]
     )
     assert idle(planned({"ops": {"use": "wax", "layers": 3}}, plugins=own)) == {}
     assert idle(planned({"ops": {"use": "wax", "colour": "blue"}}, plugins=own)) == {

@@ -147,6 +147,34 @@ def check_overlap(proposal: Proposal) -> Iterator[Refusal]:
             )
 
 
+# ---- small kernels -------------------------------------------------------------------------------
+
+DECODER_OPS = frozenset(
+    {"rms_norm", "add_rms_norm", "silu_and_mul", "rope_table", "rope_at", "rope"}
+)
+GATE_OPS = frozenset({"topk_softmax", "topk_sigmoid"})
+
+
+@reads("ops")
+def check_ops(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse a table of small kernels without an entry that the model's layers bind."""
+    ops = proposal.ops
+    if ops is None:
+        return
+    needed = DECODER_OPS
+    if proposal.facts.model.n_routed_experts:
+        needed |= GATE_OPS
+    lacking = needed - ops.offers.ops
+    if lacking:
+        yield refuse(
+            proposal,
+            "ops",
+            ops,
+            f"{ops.name} does not offer {listed(lacking)}, which the layers of the model call",
+            instead(proposal, "ops", lambda o: needed <= o.ops, "another table"),
+        )
+
+
 # ---- policy --------------------------------------------------------------------------------------
 
 
