@@ -17,7 +17,7 @@ from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.suites.ops import OpsSuite
 from glowplug.core.testing.suites.quantization import QuantizationSuite
 from glowplug.plugins.ops import triton_ops
-from tests.mutants import layers
+from tests.mutants import layers, schemes
 
 BLOCK = 128
 
@@ -42,11 +42,11 @@ class TestLlama(layers.Models):
     pass
 
 
-class TestNone(layers.Schemes):
+class TestNone(schemes.Schemes):
     pass
 
 
-class TestNoneInBfloat16(layers.Schemes):
+class TestNoneInBfloat16(schemes.Schemes):
     dtype = torch.bfloat16
     tolerance = 2e-2
 

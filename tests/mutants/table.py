@@ -16,6 +16,7 @@ MODULES = (
     "ranks",
     "sampling",
     "scheduling",
+    "schemes",
     "tiers",
     "whole_engines",
 )

@@ -205,11 +205,16 @@ class QuantizationSuite:
         expected = x.double() @ weight.t()
         self.close(method.apply(x), expected if added is None else expected + added)
 
-    def test_a_rank_has_its_columns(self) -> None:
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("first", [False, True])
+    def test_a_rank_has_its_columns(self, first: bool, bias: bool) -> None:
+        """The ranks' products are added up, so only the first one has the bias."""
         unit = self.unit
-        method, weight, _ = self.linear(inputs=2 * unit, col_start=4 * unit)
+        start = 0 if first else 4 * unit
+        method, weight, added = self.linear(inputs=2 * unit, col_start=start, bias=bias)
         x = self.random(5, 2 * unit)
-        self.close(method.apply(x), x.double() @ weight.t())
+        expected = x.double() @ weight.t()
+        self.close(method.apply(x), expected + added if added is not None and first else expected)
 
     def test_the_dense_weight_is_the_one_that_is_applied(self) -> None:
         method, weight, _ = self.linear()
