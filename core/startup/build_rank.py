@@ -20,6 +20,7 @@ from glowplug.core.engine.profiling import Profiler, step_phases
 from glowplug.core.engine.runner import Runner
 from glowplug.core.engine.stalls import StallWatch
 from glowplug.core.engine.stream_probe import StreamProbe
+from glowplug.core.engine.tiers.rank_tier import open_tier
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.budget.units import human
@@ -35,7 +36,6 @@ from glowplug.core.startup.components import (
     check_kv_layout,
     draft_extend_of,
     make_worker,
-    open_tier,
     plain_scheme,
 )
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
@@ -147,7 +147,7 @@ class RankBuilder:
         policy = self.component("policy")
         cache = self.component("cache")
         scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), cache, policy)
-        closes = open_tier(runner, cache, self.plan, self.memory.kv, self.memory.meter.lines)
+        closes_tier = self._open_tier(runner, cache)
         adapt(scheduler, self.plan, costs, runner.speculative)
         router = context.parallel.router()
         if router is not None:
@@ -166,12 +166,18 @@ class RankBuilder:
             controls=self._controls(scheduler, runner, context.parallel),
             closing=[
                 self._stopping,
-                *closes,
+                *closes_tier,
                 runner.grammars.close,
                 runner.graphs.close,
                 context.collectives.close,
             ],
         )
+
+    def _open_tier(self, runner: Runner, cache: Any) -> list[Callable[[], None]]:
+        """Give the runner the cache's tier, if the plan has one, and return its ``close``."""
+        measured = self.memory.meter.lines
+        runner.tier = open_tier(cache, self.plan, self.memory.kv, runner.speculative, measured)
+        return [] if runner.tier is None else [runner.tier.close]
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
         """Build the target model and the draft model without weights.

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence as Seq
 from typing import Any
 
-import torch
-
-from glowplug.core.engine.runner import Runner
-from glowplug.core.engine.tiers.rank_tier import RankTier
 from glowplug.core.errors import GlowplugError, PluginLoadError
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.facts.mesh import coordinates
-from glowplug.core.plan.budget.tier import KV_TIER
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.loading import (
@@ -33,7 +27,6 @@ from glowplug.core.plugin.registry import (
 from glowplug.core.protocols import (
     QuantizationScheme,
     SpeculativeAlgorithm,
-    TieredCache,
     Worker,
 )
 from glowplug.core.startup.checks.members import member_faults
@@ -174,6 +167,8 @@ def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
 
     Each host holds the same number of neighbouring ranks.
     """
+    import torch  # the API's process checks grammars with this module, and has no torch
+
     local = rank % (plan.ranks // plan.hosts)
     device = plan.device if plan.device == "cpu" else f"{plan.device}:{local}"
     return Worker(
@@ -184,28 +179,3 @@ def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
         coordinates=coordinates(rank, plan.mesh),
         rendezvous=rendezvous,
     )
-
-
-def open_tier(
-    runner: Runner,
-    cache: TieredCache,
-    plan: EnginePlan,
-    kv: Seq[Mapping[str, torch.Tensor]],
-    measured: MutableMapping[str, int],
-) -> list[Callable[[], None]]:
-    """Open the tier of the prefix cache, if the plan has one, and give it to the runner.
-
-    Args:
-        plan: the plan with the rank's number of pages.
-        kv: the KV pool, by layer and entry.
-        measured: bytes by budget line; the tier's are added.
-
-    Returns:
-        The functions that close it, one or none.
-    """
-    if not plan.sizes.tier_pages:
-        return []
-    tier = RankTier(cache, plan, kv, runner.speculative)
-    measured[KV_TIER] = plan.sizes.tier_pages * tier.page_bytes
-    runner.tier = tier
-    return [tier.close]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -196,14 +198,26 @@ def test_hostile_grammars_stop_no_other_request(one: Served) -> None:
 
 
 def test_grammars_are_compiled_with_lower_priority(one: Served) -> None:
+    """A worker lowers its priority when it is ready; another one may be starting."""
     assert post(one, TEXT, {"guided_regex": "[ab]{4}"}).status_code == 200
-    own = psutil.Process()
-    workers = [
-        child
-        for child in own.children(recursive=True)
-        if "grammar_worker" in " ".join(child.cmdline())
-    ]
-    assert workers and all(child.nice() > own.nice() for child in workers)
+    own = psutil.Process().nice()
+    found: list[int] = []
+    for _ in range(600):
+        found = niceness_of_workers()
+        if found and min(found) > own:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"workers have niceness {found}, this process {own}")
+
+
+def niceness_of_workers() -> list[int]:
+    """Return the niceness of the processes that compile grammars for this one."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended, or is a zombie
+            if "grammar_worker" in " ".join(child.cmdline()):
+                found.append(child.nice())
+    return found
 
 
 def test_masked_steps_are_counted(one: Served) -> None:

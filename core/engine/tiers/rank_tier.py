@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping, MutableMapping, Sequence as Seq
 
 from torch import Tensor
 
@@ -101,6 +101,28 @@ class RankTier:
         else:
             return
         raise GlowplugError(f"{self._title}: take_transfers() returned a transfer of {wrong}")
+
+
+def open_tier(
+    cache: TieredCache,
+    plan: EnginePlan,
+    kv: Seq[Mapping[str, Tensor]],
+    speculative: SpeculativeAlgorithm,
+    measured: MutableMapping[str, int],
+) -> RankTier | None:
+    """Open and return the tier of the prefix cache, or None if the plan has no tier.
+
+    Args:
+        plan: the plan with the rank's number of pages.
+        kv: the KV pool, by layer and entry.
+        speculative: the algorithm, whose state of pages is copied with them.
+        measured: bytes by budget line; the tier's are added.
+    """
+    if not plan.sizes.tier_pages:
+        return None
+    tier = RankTier(cache, plan, kv, speculative)
+    measured[KV_TIER] = plan.sizes.tier_pages * tier.page_bytes
+    return tier
 
 
 def _tensors(kv: Seq[Mapping[str, Tensor]], speculative: SpeculativeAlgorithm) -> dict[str, Tensor]:
