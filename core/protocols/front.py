@@ -115,8 +115,9 @@ class ToolParserFactory(OutputParserFactory, Protocol):
         """Return the grammar of an answer with the calls that a request demands, or None.
 
         The method is called if a call is required, or if a tool is strict. ``start`` returns a
-        parser of the answers that the grammar allows. None: the format needs no grammar here; a
-        request that requires a call is then refused.
+        parser of the answers that the grammar allows, which are best in the format on which the
+        model was trained: a structural tag expresses most formats. None: the format needs no
+        grammar here; a request that requires a call is then refused.
         """
         ...
 

@@ -18,6 +18,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Masks, Matcher, Worker
 from glowplug.core.step.structured import GrammarSpec
 from glowplug.plugins.grammar.apply_masks import forbid_on
+from glowplug.plugins.grammar.lark_forms import WHITESPACE
 from glowplug.plugins.grammar.llguidance import LlguidanceOptions
 from glowplug.plugins.grammar.structural_lark import structural_lark
 
@@ -31,8 +32,6 @@ LEXER_STATES = 50_000
 #: bytes of a compiled grammar: a base, and a multiple of its text
 BASE_BYTES = 1 << 16
 BYTES_PER_BYTE = 64
-#: white space between two tokens of JSON; bounded, so that an answer cannot consist of it
-WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,32}"
 SILENT = 0  #: log level of the library
 #: tokens of the masks of a step from which on the library's threads fill them. To wake the threads
 #: takes longer than a few small masks: 32 masks of 2048 tokens take 0.25 ms on the engine's thread,
@@ -152,7 +151,7 @@ def _grammar_of(spec: GrammarSpec, special: Mapping[str, int], ends: Iterable[in
             options = " | ".join(json.dumps(one) for one in json.loads(spec.text))
             return str(LLMatcher.grammar_from_lark(f"start: {options}"))
         if spec.kind == "structural_tag":
-            return _structural_tag(json.loads(spec.text), special, ends)
+            return structural_lark(json.loads(spec.text), special, ends)
         return str(LLMatcher.grammar_from_lark(any_to_lark(spec.text)))
     except RequestError:
         raise
@@ -169,22 +168,6 @@ def _schema(spec: GrammarSpec) -> str:
         else {"whitespace_flexible": False}
     )
     return str(LLMatcher.grammar_from_json_schema(spec.text, overrides=settings))
-
-
-def _structural_tag(tag: dict[str, Any], special: Mapping[str, int], ends: Iterable[int]) -> str:
-    """Return the grammar of a structural tag with ``structures`` and ``triggers``.
-
-    ``special`` and ``ends``: see :func:`structural_lark`.
-
-    Raises:
-        RequestError: the tag has another form.
-    """
-    if not tag.get("structures") or not tag.get("triggers"):
-        raise RequestError(
-            "llguidance supports structural tags with structures and triggers only; other forms "
-            'need grammar.use = "xgrammar"'
-        )
-    return structural_lark(tag, special, ends)
 
 
 def _first_line(text: str) -> str:

@@ -23,7 +23,7 @@ def register_grammars() -> list[Component]:
             options=XgrammarOptions,
             factory="glowplug.plugins.grammar.xgrammar_runtime:Xgrammar",
             offers=GrammarOffers(kinds_of_grammar=frozenset(KINDS)),
-            requires=(Package("xgrammar", ">=0.2"),),
+            requires=(Package("xgrammar", ">=0.2.8"),),
             summary="JSON schemas, regular expressions, EBNF, Lark, choices and structural tags by "
             "xgrammar",
         )

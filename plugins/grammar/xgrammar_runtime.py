@@ -14,6 +14,7 @@ from glowplug.core.protocols import Masks, Matcher, Worker
 from glowplug.core.step.structured import GrammarSpec
 from glowplug.plugins.grammar.apply_masks import forbid_on
 from glowplug.plugins.grammar.xgrammar import XgrammarOptions
+from glowplug.plugins.grammar.xgrammar_tags import structural_tag
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,14 +69,13 @@ class Xgrammar:
         self._forbid: Any = None
 
     def open(self, tokenizer: Tokenizer, vocab: int) -> None:
-        # a token without bytes counts as special, and a grammar never allows it
-        special = {
-            token
-            for token, entry in tokenizer.backend.get_added_tokens_decoder().items()
-            if entry.special
-        }
+        # no text has the byte 0xff: special tokens stay out of grammars that do not name their ids.
+        # A token without bytes would be out of all of them
+        added = tokenizer.backend.get_added_tokens_decoder()
+        special = {token for token, entry in added.items() if entry.special}
+        self._special = {added[token].content: token for token in special if token < vocab}
         names = [
-            b"" if token in special else tokenizer.token_bytes(token)
+            b"\xff%d" % token if token in special else tokenizer.token_bytes(token)
             for token in range(tokenizer.vocab_size)
         ]
         info = xgrammar.TokenizerInfo(
@@ -105,7 +105,8 @@ class Xgrammar:
             options = " | ".join(json.dumps(one) for one in json.loads(spec.text))
             return compiler.compile_grammar(f"root ::= {options}")
         if spec.kind == "structural_tag":
-            return compiler.compile_structural_tag(_structural_tag(json.loads(spec.text)))
+            tag = structural_tag(json.loads(spec.text), self._special, WHITESPACE)
+            return compiler.compile_structural_tag(tag)
         if "::=" in spec.text:
             return compiler.compile_grammar(spec.text)
         return compiler.compile_lark(spec.text)
@@ -118,23 +119,3 @@ class Xgrammar:
         if self._forbid is None:
             self._forbid = forbid_on(self._device)
         self._forbid(logits, rows, masks)
-
-
-def _structural_tag(tag: dict[str, Any]) -> dict[str, Any]:
-    """Return a structural tag in the library's form: with ``format``.
-
-    The older form has ``structures`` and ``triggers``.
-    """
-    if "structures" not in tag:
-        return tag
-    tags = [
-        {
-            "type": "tag",
-            "begin": one["begin"],
-            "content": {"type": "json_schema", "json_schema": one.get("schema", {})},
-            "end": one["end"],
-        }
-        for one in tag["structures"]
-    ]
-    form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
-    return {"type": "structural_tag", "format": form}

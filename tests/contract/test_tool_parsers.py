@@ -14,7 +14,7 @@ from glowplug.core.testing.suites.parser import Case, ParserSuite, run
 from glowplug.plugins.outputs.calls import factories
 from glowplug.plugins.outputs.calls.base import CallParser
 from tests.support import tool_dialogues
-from tests.support.tool_dialogues import TOOLS, cases, dsml
+from tests.support.tool_dialogues import PARIS, TOOLS, cases, dsml
 
 NO_PLAN: Any = None
 FORMATS: dict[str, type[factories.CallsFactory]] = {
@@ -62,6 +62,7 @@ class FormatSuite(ParserSuite):
         return make(self.name)
 
     def cases(self) -> Sequence[Case]:
+        number = "functions.get_weather:0 " if self.name == "kimi_k2" else ""
         return [
             *cases(
                 WRITERS[self.name],
@@ -72,12 +73,12 @@ class FormatSuite(ParserSuite):
             Case("  [1, 2]\n", [("content", "  [1, 2]\n")], tools=TOOLS),
             Case(" \n ", [("content", " \n ")], tools=TOOLS),
             Case(
-                WRITERS[self.name]([tool_dialogues.PARIS]),
-                [("content", WRITERS[self.name]([tool_dialogues.PARIS]))],
+                WRITERS[self.name]([PARIS]),
+                [("content", WRITERS[self.name]([PARIS]))],
             ),
             Case(
-                '[{"name": "get_weather", "parameters": {"city": "P"}}]',
-                [("tool_call", 'get_weather {"city": "P"}')],
+                "\n\n" + WRITERS[self.name]([PARIS]),
+                [("tool_call", f"{number}get_weather {tool_dialogues.dumped(PARIS[1])}")],
                 tools=TOOLS,
                 tool_choice=FORCED,
             ),

@@ -14,7 +14,7 @@ def test_the_default_library_is_part_of_every_installation(planned: Any) -> None
 
 def test_a_library_that_is_missing_is_refused(refused: Any) -> None:
     found = refused({"grammar": {"use": "xgrammar"}}, hardware=read_sheet("cpu"))["grammar.use"]
-    assert "needs xgrammar>=0.2 (not installed)" in found.reason
+    assert "needs xgrammar>=0.2.8 (not installed)" in found.reason
     assert "pip install" in found.fix
 
 

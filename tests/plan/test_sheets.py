@@ -51,7 +51,7 @@ def test_a_ready_sheet_has_what_built_ins_need_on_its_cards(plugins: PluginSet) 
             if found.offers.runs_on([90]):
                 missing |= {need for need, _ in missing_packages(found, packages)}
             missing |= {names for names in found.uses.values() if not any(map(packages.get, names))}
-    assert missing == {"ray>=2.40", "xgrammar>=0.2"}
+    assert missing == {"ray>=2.40", "xgrammar>=0.2.8"}
 
 
 def test_one_table_serves_all_ready_sheets_of_a_card() -> None:

@@ -13,16 +13,21 @@ A call has parameters as elements, or a JSON object as its body::
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from glowplug.core.protocols import OutputRequest
+from glowplug.plugins.outputs.calls import grammars
 from glowplug.plugins.outputs.calls.base import CallParser
+from glowplug.plugins.outputs.calls.grammars import CallLayout, Form, Frame
+from glowplug.plugins.outputs.calls.parameters import NOTES, Parameter, parameters_of
 from glowplug.plugins.outputs.calls.source import Steps, ignore
 
 DSML = "｜DSML｜"
 _QUOTE = '"'
+_UNSAFE = frozenset('"<>\n')  #: characters that a name cannot have within a tag
+_NAME = "[A-Za-z0-9_.-]{1,64}"  #: names of parameters that no schema states
 #: words of Python that models write instead of JSON's
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -46,6 +51,73 @@ class Elements:
     def closing(self, name: str) -> str:
         """Return a closing tag."""
         return f"</{DSML}{self.space}{name}>"
+
+
+def layout(elements: Elements) -> CallLayout:
+    """Return the text around and between calls."""
+    opening = elements.opening(elements.calls)
+    return CallLayout(f"\n\n{opening}>\n", "", elements.closing(elements.calls))
+
+
+def frame(elements: Elements, name: str) -> Frame:
+    """Return the text around the arguments of a call. ``name``: name of the function."""
+    opening = elements.opening("invoke")
+    return Frame(opening, f'{opening} name="{name}">\n', elements.closing("invoke") + "\n")
+
+
+def body(elements: Elements, schema: Mapping[str, Any] | None) -> Form:
+    """Return the form of the arguments of a call.
+
+    Parameters are elements, in the order of the schema. Where the schema cannot be taken apart, or
+    a name cannot be written in a tag, the arguments are a JSON object.
+
+    Args:
+        elements: names of the elements.
+        schema: JSON schema of the arguments; None: any arguments.
+    """
+    if schema is None or not schema.keys() - {"type"} - NOTES:
+        return {"type": "star", "content": _any_element(elements)}
+    parameters = parameters_of(schema)
+    if parameters is None or any(_UNSAFE & set(one.name) for one in parameters):
+        return grammars.sequence(grammars.json_value(schema), grammars.constant("\n"))
+    return grammars.sequence(*(_element(elements, one) for one in parameters))
+
+
+def _element(elements: Elements, parameter: Parameter) -> Form:
+    """Return the form of a parameter: a text as it is, any other value as JSON."""
+    end = elements.closing("parameter")
+    texts = parameter.texts
+    as_text = parameter.free_text
+    content = _any_text(elements) if as_text else grammars.json_value(parameter.schema)
+    if texts and all(text and end not in text for text in texts):
+        as_text = True
+        content = grammars.one_of([grammars.constant(text) for text in texts])
+    kind = "true" if as_text else "false"
+    begin = f'{elements.opening("parameter")} name="{parameter.name}" string="{kind}">'
+    form = grammars.sequence(grammars.between(begin, content, end), grammars.constant("\n"))
+    return form if parameter.required else {"type": "optional", "content": form}
+
+
+def _any_element(elements: Elements) -> Form:
+    """Return the form of a parameter with any name and value."""
+    end = elements.closing("parameter")
+    return grammars.sequence(
+        grammars.constant(f'{elements.opening("parameter")} name="'),
+        {"type": "regex", "pattern": _NAME},
+        grammars.one_of(
+            [
+                grammars.between('" string="true">', _any_text(elements), end),
+                grammars.between('" string="false">', grammars.json_value({}), end),
+            ]
+        ),
+        grammars.constant("\n"),
+    )
+
+
+def _any_text(elements: Elements) -> Form:
+    """Return the form of a text without the tags that end a call."""
+    tags = elements.closing("invoke"), elements.opening("invoke"), elements.closing(elements.calls)
+    return {"type": "any_text", "excludes": list(tags)}
 
 
 class DsmlParser(CallParser):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import OutputOptions
@@ -10,12 +12,11 @@ from glowplug.core.protocols import OutputParser, OutputRequest, Worker
 from glowplug.core.step.structured import GrammarSpec
 from glowplug.plugins.outputs.calls import grammars
 from glowplug.plugins.outputs.calls.base import PlainParser
-from glowplug.plugins.outputs.calls.dsml import DsmlParser, Elements
-from glowplug.plugins.outputs.calls.grammars import Frame
+from glowplug.plugins.outputs.calls.dsml import DsmlParser, Elements, body, frame, layout
+from glowplug.plugins.outputs.calls.grammars import CallLayout, Form, Frame
 from glowplug.plugins.outputs.calls.json_formats import (
     CLOSE,
     OPEN,
-    ArrayParser,
     HermesParser,
     LlamaParser,
 )
@@ -36,24 +37,18 @@ K2_TAGS = Tags(
     "<|tool_call_end|>",
     numbered=True,
 )
-V32_ELEMENTS = Elements("function_calls")
-V4_ELEMENTS = Elements("tool_calls")
-V41_ELEMENTS = Elements("calls", " ")
 
 
 class CallsFactory(ABC):
     """The base of the ``protocols.ToolParserFactory`` of each format.
 
-    A required call is forced as a JSON list of calls, which every model can write and every grammar
-    library can compile.
-
     Attributes:
         shows_special: the parser needs the text of special tokens.
-        numbered: the text around the arguments has the number of the call.
+        layout: the text around and between calls.
     """
 
     shows_special = False
-    numbered = False
+    layout = CallLayout()
 
     def __init__(self, options: OutputOptions, plan: EnginePlan, worker: Worker) -> None:
         self._options = options
@@ -64,95 +59,109 @@ class CallsFactory(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def frame(self, name: str, number: int) -> Frame:
-        """Return the text around the arguments of a call.
-
-        ``number``: number of the call in the conversation.
-        """
+    def frame(self, name: str, number: int | None) -> Frame:
+        """Return the text around the arguments of a call; see ``grammars.CallFormat``."""
         raise NotImplementedError
 
+    def body(self, schema: Mapping[str, Any] | None) -> Form:
+        """Return the form of a call's arguments; see ``grammars.CallFormat``."""
+        return grammars.json_value({"type": "object"} if schema is None else schema)
+
     def start(self, request: OutputRequest) -> OutputParser:
-        if not request.tools:
-            return PlainParser()
-        return ArrayParser(request) if _required(request) else self.parser(request)
+        return self.parser(request) if request.tools else PlainParser()
 
     def call_grammar(self, request: OutputRequest) -> GrammarSpec | None:
-        if _required(request):
-            return grammars.required(request)
-        return grammars.strict(request, self.frame, self.numbered)
-
-
-def _required(request: OutputRequest) -> bool:
-    return request.tool_choice.mode == "required"
+        if request.tool_choice.mode == "required":
+            return grammars.required(request, self)
+        return grammars.strict(request, self)
 
 
 class DeepseekV3Calls(CallsFactory):
+    layout = CallLayout(_SECTION[0], "\n", _SECTION_END[0])
+
     def parser(self, request: OutputRequest) -> OutputParser:
         return TaggedParser(V3_TAGS, request)
 
-    def frame(self, name: str, number: int) -> Frame:
+    def frame(self, name: str, number: int | None) -> Frame:
         return Frame(_CALL, f"{_CALL}function{_SEPARATOR}{name}\n```json\n", f"\n```{_CALL_END}")
 
 
 class DeepseekV31Calls(CallsFactory):
+    layout = CallLayout(_SECTION[0], "", _SECTION_END[0])
+
     def parser(self, request: OutputRequest) -> OutputParser:
         return TaggedParser(V31_TAGS, request)
 
-    def frame(self, name: str, number: int) -> Frame:
+    def frame(self, name: str, number: int | None) -> Frame:
         return Frame(_CALL, f"{_CALL}{name}{_SEPARATOR}", _CALL_END)
 
 
 class KimiK2Calls(CallsFactory):
     shows_special = True
-    numbered = True
+    layout = CallLayout(K2_TAGS.opening[0], "", K2_TAGS.closing[0])
 
     def parser(self, request: OutputRequest) -> OutputParser:
         return TaggedParser(K2_TAGS, request)
 
-    def frame(self, name: str, number: int) -> Frame:
-        tags = K2_TAGS
-        return Frame(tags.call, f"{tags.call}functions.{name}:{number}{tags.separator}", tags.end)
+    def frame(self, name: str, number: int | None) -> Frame:
+        call, separator, end = K2_TAGS.call, K2_TAGS.separator, K2_TAGS.end
+        begin = f"{call}functions.{name}:"
+        if number is None:
+            return Frame(call, begin, end, separator)
+        return Frame(call, f"{begin}{number}{separator}", end)
 
 
 class HermesCalls(CallsFactory):
+    layout = CallLayout(separator="\n")
+
     def parser(self, request: OutputRequest) -> OutputParser:
         return HermesParser(request)
 
-    def frame(self, name: str, number: int) -> Frame:
+    def frame(self, name: str, number: int | None) -> Frame:
         return Frame(OPEN, f'{OPEN}\n{{"name": "{name}", "arguments": ', f"}}\n{CLOSE}")
 
 
 class Llama3Calls(CallsFactory):
     shows_special = True
+    layout = CallLayout(separator="; ")
 
     def parser(self, request: OutputRequest) -> OutputParser:
         return LlamaParser(request)
 
-    def frame(self, name: str, number: int) -> Frame:
+    def frame(self, name: str, number: int | None) -> Frame:
         begin = '{"name": "'
         return Frame(begin, f'{begin}{name}", "parameters": ', "}")
 
 
 class DsmlCalls(CallsFactory):
-    """The base of the versions of DSML. In grammars, a call's body is a JSON object."""
+    """The base of the versions of DSML.
 
-    elements = V32_ELEMENTS
+    Attributes:
+        elements: names of the version's elements.
+    """
+
+    elements: Elements
 
     def parser(self, request: OutputRequest) -> OutputParser:
         return DsmlParser(self.elements, request)
 
-    def frame(self, name: str, number: int) -> Frame:
-        opening = self.elements.opening("invoke")
-        return Frame(opening, f'{opening} name="{name}">\n', "\n" + self.elements.closing("invoke"))
+    def frame(self, name: str, number: int | None) -> Frame:
+        return frame(self.elements, name)
+
+    def body(self, schema: Mapping[str, Any] | None) -> Form:
+        return body(self.elements, schema)
 
 
 class DeepseekV32Calls(DsmlCalls):
-    pass
+    elements = Elements("function_calls")
+    layout = layout(elements)
 
 
 class DeepseekV4Calls(DsmlCalls):
-    elements = V4_ELEMENTS
+    elements = Elements("tool_calls")
+    layout = layout(elements)
 
 
 class DeepseekV41Calls(DsmlCalls):
-    elements = V41_ELEMENTS
+    elements = Elements("calls", " ")
+    layout = layout(elements)
