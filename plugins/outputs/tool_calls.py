@@ -56,6 +56,10 @@ class Llama3JsonOptions(OutputOptions):
     use: Literal["llama3_json"] = "llama3_json"
 
 
+class PythonicOptions(OutputOptions):
+    use: Literal["pythonic"] = "pythonic"
+
+
 def _parser(options: type[OutputOptions], factory: str, summary: str, *aliases: str) -> Component:
     """Return the component of a parser, named as its options are."""
     return Component(
@@ -109,6 +113,12 @@ def register_output_parsers() -> list[Component]:
             "tool calls of Llama 3, as JSON",
             "llama3",
             "llama4_json",
+        ),
+        _parser(
+            PythonicOptions,
+            "PythonicCalls",
+            "tool calls of Llama 3.2 and Llama 4, as a list of calls of Python",
+            "llama4_pythonic",
         ),
     ]
 

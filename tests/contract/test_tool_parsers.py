@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from glowplug.core.plugin.options import OutputOptions
 from glowplug.core.protocols import OutputRequest, Worker
-from glowplug.core.step.tools import ToolChoice
+from glowplug.core.step.tools import Tool, ToolChoice
 from glowplug.core.testing.suites.parser import Case, ParserSuite, run
 from glowplug.plugins.outputs.calls import factories
 from glowplug.plugins.outputs.calls.base import CallParser
@@ -26,6 +27,7 @@ FORMATS: dict[str, type[factories.CallsFactory]] = {
     "kimi_k2": factories.KimiK2Calls,
     "hermes": factories.HermesCalls,
     "llama3_json": factories.Llama3Calls,
+    "pythonic": factories.PythonicCalls,
 }
 WRITERS = {
     "deepseek_v3": tool_dialogues.deepseek_v3,
@@ -36,6 +38,7 @@ WRITERS = {
     "kimi_k2": tool_dialogues.kimi_k2,
     "hermes": tool_dialogues.hermes,
     "llama3_json": tool_dialogues.llama3_json,
+    "pythonic": tool_dialogues.pythonic,
 }
 FORCED = ToolChoice("required")
 
@@ -180,6 +183,102 @@ class TestLlama3(FormatSuite):
             ),
             Case('{"name": "Ada"}', [("content", '{"name": "Ada"}')], tools=TOOLS),
         ]
+
+
+def written(value: str) -> tuple[str, str]:
+    """Return a call with an argument as Python writes it, and its parsed form."""
+    given = tool_dialogues.dumped(ast.literal_eval(value))
+    return f"[write_file(a={value})]", f'write_file {{"a": {given}}}'
+
+
+class TestPythonic(FormatSuite):
+    __test__ = True
+    name = "pythonic"
+    patterns = ("[get_weather(city='a\\n b'), ", "[write_file(a=[1, ", "[ ")
+
+    def cases(self) -> Sequence[Case]:
+        literals = [
+            "'it\\'s \\\\ \\t\\x41\\u00e9\\U0001F5FC\\101\\\n end'",
+            '"""two\n"lines\\""""',
+            "''",
+            '""',
+            "[None, True, [False], {}, [], {'a': {'b': [1,]},}]",
+            "1_000",
+            "-12",
+            "-1.25",
+            "'\\ud83d\\uddfc'",
+        ]
+        return [
+            *super().cases(),
+            *(
+                Case(text, [("tool_call", call)], tools=TOOLS)
+                for text, call in map(written, literals[:-1])
+            ),
+            Case(
+                f"[write_file(a={literals[-1]}, b = true ,c='<\\/a>', d=-1.5e-3)]",
+                [
+                    (
+                        "tool_call",
+                        'write_file {"a": "\\ud83d\\uddfc", "b": true, "c": "</a>", "d": -1.5e-3}',
+                    )
+                ],
+                tools=TOOLS,
+            ),
+            Case(
+                "ok <|python_start|>[ other(x=.5) ,\n time-now.utc()]<|python_end|> done",
+                [
+                    ("content", "ok"),
+                    ("tool_call", 'other {"x": 0.5}'),
+                    ("tool_call", "time-now.utc {}"),
+                    ("content", "done"),
+                ],
+                tools=TOOLS,
+            ),
+            Case(
+                "see [other(x=1)] <|python_end|>",
+                [("content", "see [other(x=1)] <|python_end|>")],
+                tools=TOOLS,
+            ),
+            Case(
+                "<|python_tag|> 1 [[get_weather",
+                [("content", "<|python_tag|> 1 [[get_weather")],
+                tools=TOOLS,
+            ),
+        ]
+
+    def test_a_required_call_that_python_cannot_express_is_a_list_of_json(self) -> None:
+        tools = (Tool("f", parameters={"type": "object", "anyOf": [{"required": ["a"]}]}), *TOOLS)
+        text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g"}]'
+        named = ToolChoice("required", "get_weather")
+        for choice, expected in (
+            (FORCED, [("tool_call", 'f {"a": 1}'), ("tool_call", "g {}")]),
+            (named, [("content", text)]),
+        ):
+            request = OutputRequest(tools=tools, tool_choice=choice)
+            assert run(make(self.name).start(request), list(text)) == expected
+
+    @pytest.mark.parametrize(
+        ("value", "rest"),
+        [
+            ("__import__('os')", "('os'))]"),
+            ("1 + 1", "+ 1)]"),
+            ("celsius", ")]"),
+            ("0x10", ")]"),
+            ("f'{x}'", "'{x}')]"),
+            ("(1, 2)", "(1, 2))]"),
+            ("{1: 2}", "1: 2})]"),
+            ("[1 2]", "2])]"),
+            ("[" * 300, "[" * 44 + ")]"),
+            ("1 b=2", "b=2)]"),
+            ("1, 5", ")]"),
+        ],
+    )
+    def test_an_argument_that_is_no_literal_ends_the_call(self, value: str, rest: str) -> None:
+        """Nothing is evaluated: the call stays incomplete, and the text behind it is content."""
+        whole = parsed(self.name, f"[write_file(a={value})]")
+        assert [kind for kind, _ in whole] == ["tool_call", "content"]
+        assert whole[0][1].startswith('write_file {"a": ') and not whole[0][1].endswith("}")
+        assert whole[1][1].endswith(rest)
 
 
 # ---- named faults of other engines ---------------------------------------------------------------

@@ -193,6 +193,14 @@ def test_the_flag_for_tool_calls_takes_nothing_else(
     )
 
 
+@pytest.mark.parametrize("name", ["pythonic", "llama4_pythonic"])
+def test_the_names_of_peers_choose_the_parser_of_calls_of_python(
+    calling: PluginSet, v3: Path, name: str
+) -> None:
+    plan = given(calling, v3, "--tool-call-parser", name).plan()
+    assert [choice.name for choice in plan.choices_in("outputs")] == ["pythonic"]
+
+
 def test_a_piece_of_an_undeclared_kind_fails_its_request() -> None:
     """Text of a kind that a parser does not offer must not end up in the content."""
     from glowplug.core.protocols import Piece

@@ -99,6 +99,14 @@ def llama3_json(calls: Sequence[Call]) -> str:
     )
 
 
+def pythonic(calls: Sequence[Call], shown: Callable[[Any], str] = repr) -> str:
+    inner = ", ".join(
+        f"{name}({', '.join(f'{key}={shown(value)}' for key, value in given.items())})"
+        for name, given in calls
+    )
+    return f"[{inner}]"
+
+
 def dsml(element: str, space: str = "") -> Callable[[Sequence[Call]], str]:
     """Return the writer of a version of DSML."""
     mark = f"｜DSML｜{space}"

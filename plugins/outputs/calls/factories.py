@@ -6,20 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from glowplug.core.errors import RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import OutputOptions
 from glowplug.core.protocols import OutputParser, OutputRequest, Worker
 from glowplug.core.step.structured import GrammarSpec
-from glowplug.plugins.outputs.calls import grammars
+from glowplug.plugins.outputs.calls import grammars, pythonic
 from glowplug.plugins.outputs.calls.base import PlainParser
 from glowplug.plugins.outputs.calls.dsml import DsmlParser, Elements, body, frame, layout
 from glowplug.plugins.outputs.calls.grammars import CallLayout, Form, Frame
 from glowplug.plugins.outputs.calls.json_formats import (
     CLOSE,
     OPEN,
+    ArrayParser,
     HermesParser,
     LlamaParser,
 )
+from glowplug.plugins.outputs.calls.pythonic import PythonicParser
 from glowplug.plugins.outputs.calls.tagged import TaggedParser, Tags
 
 _SECTION = ("<｜tool▁calls▁begin｜>",)
@@ -67,13 +70,27 @@ class CallsFactory(ABC):
         """Return the form of a call's arguments; see ``grammars.CallFormat``."""
         return grammars.json_value({"type": "object"} if schema is None else schema)
 
+    def as_list(self, request: OutputRequest) -> bool:
+        """Return whether required calls are a JSON list, since the format cannot express them."""
+        return False
+
+    def strict(self, request: OutputRequest) -> GrammarSpec:
+        """Return the grammar of an answer that may have calls of strict tools."""
+        return grammars.strict(request, self)
+
     def start(self, request: OutputRequest) -> OutputParser:
-        return self.parser(request) if request.tools else PlainParser()
+        if not request.tools:
+            return PlainParser()
+        if request.tool_choice.mode == "required" and self.as_list(request):
+            return ArrayParser(request)
+        return self.parser(request)
 
     def call_grammar(self, request: OutputRequest) -> GrammarSpec | None:
-        if request.tool_choice.mode == "required":
-            return grammars.required(request, self)
-        return grammars.strict(request, self)
+        if request.tool_choice.mode != "required":
+            return self.strict(request)
+        if self.as_list(request):
+            return grammars.required_list(request)
+        return grammars.required(request, self)
 
 
 class DeepseekV3Calls(CallsFactory):
@@ -165,3 +182,33 @@ class DeepseekV4Calls(DsmlCalls):
 class DeepseekV41Calls(DsmlCalls):
     elements = Elements("calls", " ")
     layout = layout(elements)
+
+
+class PythonicCalls(CallsFactory):
+    """The ``protocols.ToolParserFactory`` of lists of calls of Python."""
+
+    shows_special = True
+    layout = CallLayout("[", ", ", "]")
+
+    def parser(self, request: OutputRequest) -> OutputParser:
+        return PythonicParser(request)
+
+    def frame(self, name: str, number: int | None) -> Frame:
+        return Frame(f"{name}(", f"{name}(", ")")
+
+    def body(self, schema: Mapping[str, Any] | None) -> Form:
+        form = pythonic.body(schema)
+        if form is None:
+            raise RequestError(
+                "a strict function has a schema that cannot be written as arguments of Python; "
+                'leave out strict, or set tool_choice to "required"',
+                param="tools",
+            )
+        return form
+
+    def as_list(self, request: OutputRequest) -> bool:
+        schemas = [tool.schema for tool in grammars.allowed_tools(request)]
+        return any(pythonic.body(schema) is None for schema in schemas)
+
+    def strict(self, request: OutputRequest) -> GrammarSpec:
+        return grammars.strict(request, self, self.layout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from glowplug.core.protocols import OutputRequest
@@ -75,6 +75,12 @@ class CallFormat(Protocol):
         ...
 
 
+def allowed_tools(request: OutputRequest) -> list[Tool]:
+    """Return the tools of which one has to be called."""
+    named = request.tool_choice.name
+    return [tool for tool in request.tools if not named or tool.name == named]
+
+
 def required(request: OutputRequest, style: CallFormat) -> GrammarSpec:
     """Return the grammar of calls of the request's tools, or of one call of the named tool."""
     named = request.tool_choice.name
@@ -84,8 +90,7 @@ def required(request: OutputRequest, style: CallFormat) -> GrammarSpec:
         "type": "tags_with_separator",
         "tags": [
             _call(style.frame(tool.name, number), style.body(tool.schema))
-            for tool in request.tools
-            if not named or tool.name == named
+            for tool in allowed_tools(request)
         ],
         "separator": style.layout.separator,
         "at_least_one": True,
@@ -94,16 +99,30 @@ def required(request: OutputRequest, style: CallFormat) -> GrammarSpec:
     return spec(sequence(constant(style.layout.opening), calls, constant(style.layout.closing)))
 
 
-def strict(request: OutputRequest, style: CallFormat) -> GrammarSpec:
+def strict(
+    request: OutputRequest, style: CallFormat, around: CallLayout | None = None
+) -> GrammarSpec:
     """Return the grammar of any text in which the calls of strict tools match their schemas.
 
     The grammar begins with each call.
+
+    Args:
+        request: the request.
+        style: the format.
+        around: text around each call; None: none.
     """
+    opening, closing = (around.opening, around.closing) if around else ("", "")
     number = None if request.tool_choice.parallel else request.earlier_calls
     tags = []
     triggers = set()
     for tool in request.tools:
         frame = style.frame(tool.name, number)
+        frame = replace(
+            frame,
+            trigger=opening + frame.trigger,
+            begin=opening + frame.begin,
+            end=frame.end + closing,
+        )
         triggers.add(frame.trigger)
         tags.append(_call(frame, style.body(tool.schema if tool.strict else None)))
     return spec({"type": "triggered_tags", "triggers": sorted(triggers), "tags": tags})
@@ -152,16 +171,13 @@ def _call(frame: Frame, body: Form) -> Form:
 def required_list(request: OutputRequest) -> GrammarSpec:
     """Return the grammar of a JSON list of calls of the request's tools, or of the named tool."""
     named = request.tool_choice.name
-    tools = [tool for tool in request.tools if not named or tool.name == named]
-    several = len(tools) > 1
-    calls = [
-        _call_schema(tool, f"#/items/anyOf/{i}" if several else "#/items")
-        for i, tool in enumerate(tools)
-    ]
+    tools = allowed_tools(request)
+    calls = [_call_schema(tool, f"#/$defs/{i}") for i, tool in enumerate(tools)]
     schema: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": calls} if several else calls[0],
+        "items": {"anyOf": calls} if len(calls) > 1 else calls[0],
+        "$defs": {str(i): moved(tool.schema, f"#/$defs/{i}") for i, tool in enumerate(tools)},
     }
     if named or not request.tool_choice.parallel:
         schema["maxItems"] = 1
@@ -169,13 +185,10 @@ def required_list(request: OutputRequest) -> GrammarSpec:
 
 
 def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
-    """Return the schema of a call of ``tool``. ``place``: its JSON pointer in the whole schema."""
+    """Return the schema of a call of ``tool``. ``place``: JSON pointer to its arguments' schema."""
     return {
         "type": "object",
-        "properties": {
-            "name": {"const": tool.name},
-            "parameters": moved(tool.schema, f"{place}/properties/parameters"),
-        },
+        "properties": {"name": {"const": tool.name}, "parameters": {"$ref": place}},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }

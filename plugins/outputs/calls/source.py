@@ -78,6 +78,27 @@ class Source:
                 return ""
             yield
 
+    def until_match(self, pattern: re.Pattern[str], partial: re.Pattern[str], emit: Emit) -> Found:
+        """Consume text up to and including the first match, and return it; see :meth:`until`.
+
+        Args:
+            pattern: pattern of what is looked for.
+            partial: pattern of a bounded text at the end that may begin a match.
+            emit: function that gets the text before the match, in pieces.
+        """
+        while True:
+            found = self._search(pattern)
+            if found is not None:
+                self._pass(found.start(), emit)
+                self._at = found.end()
+                return found.group()
+            found = self._search(partial)
+            self._pass(len(self._text) if found is None else found.start(), emit)
+            if self.ended:
+                self._pass(len(self._text), emit)
+                return ""
+            yield
+
     def rest(self, emit: Emit) -> Steps:
         """Consume all text up to its end and emit it."""
         while True:
@@ -134,6 +155,35 @@ class Source:
             if complete or not any(one.startswith(head) for one in beginnings):
                 return False
             yield
+
+    def peek(self, count: int) -> Found:
+        """Return the next ``count`` characters, fewer at the end of the text; consume nothing."""
+        while len(self._text) - self._at < count and not self.ended:
+            yield
+        self.work += count
+        return self._text[self._at : self._at + count]
+
+    def word(self, pattern: re.Pattern[str]) -> Found:
+        """Return the characters of a word that are next, at most PEEKED; consume nothing.
+
+        ``pattern``: the pattern of a word, also of no characters.
+        """
+        while True:
+            found = pattern.match(self._text, self._at, self._at + PEEKED)
+            end = self._at if found is None else found.end()
+            self.work += end - self._at
+            if end < len(self._text) or end - self._at == PEEKED or self.ended:
+                return self._text[self._at : end]
+            yield
+
+    @property
+    def more(self) -> bool:
+        """True if text has arrived that is not consumed."""
+        return self._at < len(self._text)
+
+    def skip(self, count: int) -> None:
+        """Consume characters that ``peek`` or ``word`` returned."""
+        self._at += count
 
     def take(self) -> None:
         """Consume the character that ``next`` returned."""
