@@ -89,25 +89,40 @@ class DraftMeter:
         self._table = table
         self._engine_steps: dict[DraftShape, int] = {}
         self._accepted: dict[DraftShape, NDArray[np.int64]] = {}
+        self._absent: dict[DraftShape, NDArray[np.int64]] = {}
         self._watches: dict[DraftShape, FallWatch] = {}
         self._falls = 0
 
-    def done(self, batch: Batch, result: StepResult) -> tuple[int, list[int]]:
+    def done(self, batch: Batch, result: StepResult) -> tuple[int, list[int], dict[int, int]]:
         """Count the drafts of a step; call this before the step is committed.
 
         Returns:
-            ``StepOutput.drafts`` and ``StepOutput.prompted`` of the step.
+            ``StepOutput.drafts``, ``StepOutput.prompted`` and ``StepOutput.fewer`` of the step.
         """
         decodes = batch.num_decodes
         if not decodes or self._shape.tokens == 1:
-            return 0, []
+            return 0, [], {}
         shape = batch.draft_shape or self._shape
         self._engine_steps[shape] = self._engine_steps.get(shape, 0) + 1
-        if shape.tokens == 1:
-            return 0, []
+        most = shape.tokens - 1
+        if not most:
+            return 0, [], {}
         live = (self._table.epoch[batch.rows] == batch.epochs) & batch.samples
-        self._count(shape, result.counts[:decodes][live[:decodes] & ~result.bad[:decodes]])
-        return shape.tokens - 1, self._ids(batch.rows[decodes:][live[decodes:]])
+        counted = live[:decodes] & ~result.bad[:decodes]
+        given = result.drafts
+        fewer: dict[int, int] = {}
+        if given is not None:
+            less = live[:decodes] & (given < most)
+            fewer = dict(zip(self._ids(batch.rows[:decodes][less]), given[less].tolist()))
+            counted &= (given > 0) & (result.counts[:decodes] > 0)
+            self._count_absent(shape, given[counted])
+        self._count(shape, result.counts[:decodes][counted])
+        return most, self._ids(batch.rows[decodes:][live[decodes:]]), fewer
+
+    def _count_absent(self, shape: DraftShape, given: NDArray[np.int32]) -> None:
+        """Count the drafts that rows with ``given`` drafts lack, by their place in the row."""
+        absent = (given[:, None] <= np.arange(shape.tokens - 1)).sum(0)
+        self._absent[shape] = self._absent.get(shape, 0) + absent
 
     def _ids(self, rows: NDArray[np.int32]) -> list[int]:
         """Return the ids of the sequences in ``rows``."""
@@ -147,6 +162,7 @@ class DraftMeter:
                 shape.tokens,
                 steps,
                 self._accepted[shape].tolist() if shape in self._accepted else [],
+                self._absent[shape].tolist() if shape in self._absent else [],
             )
             for shape, steps in self._engine_steps.items()
         ]

@@ -63,12 +63,13 @@ class ForcedDrafts:
         for row in rows:
             self._kept.pop(row, None)
 
-    def offer(self, drafted: Tensor, rows: Seq[int]) -> None:
+    def offer(self, drafted: Tensor, rows: Seq[int], counts: Tensor | None = None) -> None:
         """Replace drafts by forced tokens, in place and without waiting.
 
         Args:
             drafted: newest tokens and drafts, int64 [D, W]; a row's drafts form a chain.
             rows: rows of the sequence table, of the decoding rows.
+            counts: number of drafts of each row, int32 [D], which is updated; None: all have W - 1.
         """
         kept = self._kept
         counts = self._counts
@@ -85,6 +86,9 @@ class ForcedDrafts:
         )
         forced = _behind(flat.view(table.shape), ids, counts[sources].long() - 1)
         _replace(drafted, places, forced)
+        if counts is not None:
+            given = (forced != NONE).sum(1, dtype=counts.dtype)
+            counts[places] = counts[places].maximum(given)
 
 
 def _table(behind: Seq[dict[int, list[int]]], most: int) -> NDArray[np.int64]:

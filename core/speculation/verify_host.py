@@ -29,6 +29,8 @@ def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler
     counts = np.array(
         [_accepted(*row) for row in zip(drawn.tolist(), fed.tolist(), strict=True)], np.int32
     )
+    if batch.draft_counts is not None:
+        counts = np.minimum(counts, batch.draft_counts.numpy() + 1)
     bad = sampled.bad.numpy().reshape(rows, width)
     bad = np.array(
         [bool(row[:count].any()) for row, count in zip(bad, counts.tolist(), strict=True)]

@@ -302,8 +302,9 @@ class Front:
             at += count
             stream = self.streams.get(id)
             if stream is not None:
-                if output.drafts and id not in output.prompted:
-                    stream.verify(output.drafts, count - 1)
+                drafts = output.fewer.get(id, output.drafts)
+                if drafts and id not in output.prompted:
+                    stream.verify(drafts, count - 1)
                 delta = self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None))
                 received.deltas.append((stream, delta))
         for finished in ends.values():

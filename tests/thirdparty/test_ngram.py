@@ -64,10 +64,10 @@ def drafts_of(text: list[int], **options: Any) -> list[int]:
         ([5, 6, 7, 8, 1, 5, 6], {}, [7, 8, 1]),
         ([5, 6, 7, 1, 2, 6, 8, 5, 6], {}, [7, 1, 2]),  # two equal tokens before a later one
         ([5, 6, 7, 1, 2, 6, 8, 5, 6], {"longest": 1}, [8, 5, 6]),
-        ([6, 7, 6, 8, 6], {}, [8, 6, 6]),  # the latest occurrence; behind the end, the newest token
-        ([5, 6, 7, 1, 6], {"shortest": 2}, [6, 6, 6]),
-        ([1, 2, 3], {}, [3, 3, 3]),
-        ([4], {}, [4, 4, 4]),
+        ([6, 7, 6, 8, 6], {}, [8, 6, -1]),  # the latest occurrence, which the row ends soon after
+        ([5, 6, 7, 1, 6], {"shortest": 2}, [-1, -1, -1]),
+        ([1, 2, 3], {}, [-1, -1, -1]),
+        ([4], {}, [-1, -1, -1]),
     ],
 )
 def test_drafts_continue_the_longest_and_latest_occurrence(
@@ -86,7 +86,7 @@ def test_drafts_are_those_of_a_plain_search() -> None:
             if starts and best is None:
                 best = starts[-1] + size
         follow = [] if best is None else text[best : best + 3]
-        assert drafts_of(text, longest=3) == (follow + [text[-1]] * 3)[:3], text
+        assert drafts_of(text, longest=3) == (follow + [-1] * 3)[:3], text
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,8 @@ def test_greedy_tokens_are_those_without_drafts(folder: Path, more: dict[str, An
         for _ in range(2):  # the second time with a warm cache
             assert [one.token_ids for one in llm.generate(prompts, GREEDY)] == want
         assert 0 < llm.stats.accepted_tokens < llm.stats.drafted_tokens
+        (counts,) = [one for one in llm.stats.drafts if one.steps == 4]
+        assert 0 == counts.absent[0] < counts.absent[-1]
         assert llm.plan.choice("speculative").name == "prompt_copy"
         assert "draft state" in {line.name for line in llm.plan.budget}
 
