@@ -108,21 +108,32 @@ class DraftMeter:
         if not most:
             return 0, [], {}
         live = (self._table.epoch[batch.rows] == batch.epochs) & batch.samples
-        counted = live[:decodes] & ~result.bad[:decodes]
+        self._count_live(shape, result, live[:decodes])
+        prompted = self._ids(batch.rows[decodes:][live[decodes:]])
         given = result.drafts
-        fewer: dict[int, int] = {}
+        return most, prompted, {} if given is None else self._fewer(batch, given, most)
+
+    def _count_live(self, shape: DraftShape, result: StepResult, live: NDArray[np.bool_]) -> None:
+        """Count the drafts of the decoding rows for which ``live`` [D] is True."""
+        gained = result.counts[: len(live)]
+        counted = live & ~result.bad[: len(live)] & (gained > 0)
+        given = result.drafts
         if given is not None:
-            less = live[:decodes] & (given < most)
-            fewer = dict(zip(self._ids(batch.rows[:decodes][less]), given[less].tolist()))
-            counted &= (given > 0) & (result.counts[:decodes] > 0)
+            counted &= given > 0
             self._count_absent(shape, given[counted])
-        self._count(shape, result.counts[:decodes][counted])
-        return most, self._ids(batch.rows[decodes:][live[decodes:]]), fewer
+        self._count(shape, gained[counted])
+
+    def _fewer(self, batch: Batch, given: NDArray[np.int32], most: int) -> dict[int, int]:
+        """Return the number of drafts of each sequence that has fewer than ``most``."""
+        rows = batch.rows[: batch.num_decodes]
+        less = (given < most) & (self._table.epoch[rows] == batch.epochs[: len(rows)])
+        return dict(zip(self._ids(rows[less]), given[less].tolist(), strict=True))
 
     def _count_absent(self, shape: DraftShape, given: NDArray[np.int32]) -> None:
         """Count the drafts that rows with ``given`` drafts lack, by their place in the row."""
         absent = (given[:, None] <= np.arange(shape.tokens - 1)).sum(0)
-        self._absent[shape] = self._absent.get(shape, 0) + absent
+        held = self._absent.get(shape)
+        self._absent[shape] = absent if held is None else held + absent
 
     def _ids(self, rows: NDArray[np.int32]) -> list[int]:
         """Return the ids of the sequences in ``rows``."""

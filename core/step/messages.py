@@ -260,6 +260,10 @@ class StepOutput(msgspec.Struct, tag="o", array_like=True):
     prompted: list[int] = []
     fewer: dict[int, int] = {}
 
+    def drafts_of(self, id: int) -> int:
+        """Return the number of drafts that a sequence verified in the step."""
+        return 0 if id in self.prompted else self.fewer.get(id, self.drafts)
+
 
 class Reply(msgspec.Struct, tag="r", array_like=True):
     """The reply to a Control."""
