@@ -66,19 +66,21 @@ def gated_mlp(
     layers: Sequence[int],
     split: Split,
     experts: int = 1,
+    bias: bool = False,
 ) -> list[TensorSpec]:
-    """Return the three matrices of a gated feed-forward module.
+    """Return the three matrices of a gated feed-forward module, and their biases.
 
     Args:
         module: path of the module; for experts it contains "{expert}" for the number.
         width: intermediate size.
         split: how ranks split the intermediate size.
         experts: number of experts.
+        bias: the matrices have biases.
     """
     up = (width, model.hidden_size)
     down = (model.hidden_size, width)
     across = Split(split.dimension, split.size, split.unit, columns=True, module=split.module)
-    return [
+    found = [
         TensorSpec(f"{module}.{name}.weight", role, *size, layers, experts, True, cut)
         for name, size, cut in (
             ("gate_proj", up, split),
@@ -86,13 +88,31 @@ def gated_mlp(
             ("down_proj", down, across),
         )
     ]
+    return [*found, *biases(found)] if bias else found
 
 
-def dense_mlp(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return the feed-forward matrices of ``layers``, which have no experts."""
+def biases(weights: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Return the biases of ``weights``; every rank holds the whole bias of split columns."""
+    return [
+        TensorSpec(
+            f"{spec.module}.bias",
+            WHOLE if spec.split is not None and spec.split.columns else spec.role,
+            spec.rows,
+            layers=spec.layers,
+            experts=spec.experts,
+        )
+        for spec in weights
+    ]
+
+
+def dense_mlp(model: ModelFacts, layers: Sequence[int], *, bias: bool = False) -> list[TensorSpec]:
+    """Return the feed-forward matrices of ``layers``, which have no experts.
+
+    ``bias``: the matrices have biases.
+    """
     width = dense_width(model)
     split = Split("intermediate_size", width, module=MLP)
-    return gated_mlp(model, MLP, WIDTH, width, layers, split)
+    return gated_mlp(model, MLP, WIDTH, width, layers, split, bias=bias)
 
 
 def dense_width(model: ModelFacts) -> int:
@@ -144,22 +164,19 @@ def grouped_attention(
         out_bias: the output projection has a bias.
         qk_norm: there are norms of each head's query and key.
     """
-    vectors: list[tuple[str, str, int]] = []
-    keys = model.num_kv_heads * model.head_dim
-    if bias:
-        vectors.append(("q_proj.bias", HEADS, model.num_heads * model.head_dim))
-        vectors += [(f"{name}_proj.bias", KV_HEADS, keys) for name in ("k", "v")]
-    if out_bias:
-        vectors.append(("o_proj.bias", WHOLE, model.hidden_size))
-    if qk_norm:
-        vectors += [(f"{name}_norm.weight", WHOLE, model.head_dim) for name in ("q", "k")]
-    return [
+    inputs = [
         query_projection(model, layers, model.hidden_size),
         *_keys_and_values(model, layers),
-        output_projection(model, layers, model.head_dim),
+    ]
+    output = output_projection(model, layers, model.head_dim)
+    return [
+        *inputs,
+        output,
+        *biases([*(inputs if bias else ()), *([output] if out_bias else ())]),
         *(
-            TensorSpec(f"{ATTENTION}.{name}", role, size, layers=layers)
-            for name, role, size in vectors
+            TensorSpec(f"{ATTENTION}.{name}_norm.weight", WHOLE, model.head_dim, layers=layers)
+            for name in ("q", "k")
+            if qk_norm
         ),
     ]
 
@@ -189,7 +206,11 @@ def routed_experts(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]
 
 
 def decoder_inventory(
-    model: ModelFacts, attention: Sequence[TensorSpec], routed: Sequence[bool] = ()
+    model: ModelFacts,
+    attention: Sequence[TensorSpec],
+    routed: Sequence[bool] = (),
+    *,
+    mlp_bias: bool = False,
 ) -> Inventory:
     """Return the tensors and sizes of a decoder without next-token layers.
 
@@ -197,12 +218,13 @@ def decoder_inventory(
         attention: the tensors of attention in all layers.
         routed: for each layer, whether it has routed experts in place of a dense feed-forward
             part; () for a model without experts.
+        mlp_bias: the matrices of dense feed-forward parts have biases.
     """
     layers = range(model.num_layers)
     sparse = [layer for layer in layers if any(routed) and routed[layer]]
     tensors = (
         *attention,
-        *dense_mlp(model, [layer for layer in layers if layer not in sparse]),
+        *dense_mlp(model, [layer for layer in layers if layer not in sparse], bias=mlp_bias),
         *(routed_experts(model, sparse) if sparse else ()),
         *norms(model, layers),
         *embeddings(model),
