@@ -173,9 +173,9 @@ def _elements(proposal: Proposal, model: ModelFacts, stored: Tally) -> Tally:
     each = scheme.offers.online_bytes
     element = DTYPE_BYTES[proposal.values.dtype]
 
-    def kept(module: str, rows: int, columns: int) -> float:
+    def kept(role: str, module: str, rows: int, columns: int) -> float:
         if callable(each):
-            return each(OnlineWeight(module, rows, columns, element, scheme.options))
+            return each(OnlineWeight(module, rows, columns, element, scheme.options, role))
         return rows * columns * each
 
     roles = QUANTISED | {WHOLE} if callable(each) else QUANTISED
