@@ -124,6 +124,7 @@ def register_models() -> list[Component]:
             offers=ModelOffers(
                 architectures=frozenset({"DeepseekV2ForCausalLM"}),
                 eagle_architectures=DEEPSEEK_EAGLE3,
+                features=True,
                 kind="mla",
                 sampled_last_layer=True,
                 inventory=deepseek_inventory,
@@ -140,6 +141,7 @@ def register_models() -> list[Component]:
             offers=ModelOffers(
                 architectures=frozenset({"DeepseekV3ForCausalLM"}),
                 eagle_architectures=DEEPSEEK_EAGLE3,
+                features=True,
                 kind="mla",
                 nextn=True,
                 draft_architectures=frozenset({"DeepseekV3ForCausalLMNextN"}),
@@ -159,6 +161,7 @@ def register_models() -> list[Component]:
             offers=ModelOffers(
                 architectures=frozenset({"LlamaForCausalLM"}),
                 eagle_architectures=LLAMA_EAGLE | LLAMA_EAGLE3,
+                features=True,
                 kind="mha",
                 inventory=llama_inventory,
                 eagle_inventory=head_inventory,

@@ -89,25 +89,51 @@ class DraftMeter:
         self._table = table
         self._engine_steps: dict[DraftShape, int] = {}
         self._accepted: dict[DraftShape, NDArray[np.int64]] = {}
+        self._absent: dict[DraftShape, NDArray[np.int64]] = {}
         self._watches: dict[DraftShape, FallWatch] = {}
         self._falls = 0
 
-    def done(self, batch: Batch, result: StepResult) -> tuple[int, list[int]]:
+    def done(self, batch: Batch, result: StepResult) -> tuple[int, list[int], dict[int, int]]:
         """Count the drafts of a step; call this before the step is committed.
 
         Returns:
-            ``StepOutput.drafts`` and ``StepOutput.prompted`` of the step.
+            ``StepOutput.drafts``, ``StepOutput.prompted`` and ``StepOutput.fewer`` of the step.
         """
         decodes = batch.num_decodes
         if not decodes or self._shape.tokens == 1:
-            return 0, []
+            return 0, [], {}
         shape = batch.draft_shape or self._shape
         self._engine_steps[shape] = self._engine_steps.get(shape, 0) + 1
-        if shape.tokens == 1:
-            return 0, []
+        most = shape.tokens - 1
+        if not most:
+            return 0, [], {}
         live = (self._table.epoch[batch.rows] == batch.epochs) & batch.samples
-        self._count(shape, result.counts[:decodes][live[:decodes] & ~result.bad[:decodes]])
-        return shape.tokens - 1, self._ids(batch.rows[decodes:][live[decodes:]])
+        self._count_live(shape, result, live[:decodes])
+        prompted = self._ids(batch.rows[decodes:][live[decodes:]])
+        given = result.drafts
+        return most, prompted, {} if given is None else self._fewer(batch, given, most)
+
+    def _count_live(self, shape: DraftShape, result: StepResult, live: NDArray[np.bool_]) -> None:
+        """Count the drafts of the decoding rows for which ``live`` [D] is True."""
+        gained = result.counts[: len(live)]
+        counted = live & ~result.bad[: len(live)] & (gained > 0)
+        given = result.drafts
+        if given is not None:
+            counted &= given > 0
+            self._count_absent(shape, given[counted])
+        self._count(shape, gained[counted])
+
+    def _fewer(self, batch: Batch, given: NDArray[np.int32], most: int) -> dict[int, int]:
+        """Return the number of drafts of each sequence that has fewer than ``most``."""
+        rows = batch.rows[: batch.num_decodes]
+        less = (given < most) & (self._table.epoch[rows] == batch.epochs[: len(rows)])
+        return dict(zip(self._ids(rows[less]), given[less].tolist(), strict=True))
+
+    def _count_absent(self, shape: DraftShape, given: NDArray[np.int32]) -> None:
+        """Count the drafts that rows with ``given`` drafts lack, by their place in the row."""
+        absent = (given[:, None] <= np.arange(shape.tokens - 1)).sum(0)
+        held = self._absent.get(shape)
+        self._absent[shape] = absent if held is None else held + absent
 
     def _ids(self, rows: NDArray[np.int32]) -> list[int]:
         """Return the ids of the sequences in ``rows``."""
@@ -147,6 +173,7 @@ class DraftMeter:
                 shape.tokens,
                 steps,
                 self._accepted[shape].tolist() if shape in self._accepted else [],
+                self._absent[shape].tolist() if shape in self._absent else [],
             )
             for shape, steps in self._engine_steps.items()
         ]

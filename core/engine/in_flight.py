@@ -41,52 +41,64 @@ class InFlight:
         return self._result
 
     def _read(self) -> StepResult:
+        accepted = self.accepted
         found = (
-            [part.numpy() for part in tensors_of(self.accepted)]
+            [part.numpy() for part in tensors_of(accepted)]
             if self.copy is None
             else self.copy.wait()
         )
         if len(found) == 1:
-            found = unpack(found[0], *self.accepted.tokens.shape)
+            given = 0 if accepted.drafts is None else len(accepted.drafts)
+            rows, width = accepted.tokens.shape
+            found = unpack(found[0], rows, width, given)
         # NOTE: rows behind those of the batch are padding rows of a captured step
         rows = self.batch.num_rows
-        scores = found[3:]
-        if scores:
-            scores = [part[: rows * self.accepted.tokens.shape[1]] for part in scores]
-        logprobs = (scores[0], scores[1], scores[2]) if scores else None
-        return StepResult(
-            found[0][:rows], found[1][:rows], found[2][:rows], logprobs, self.prompt_logprobs
-        )
+        tokens, counts, bad = (part[:rows] for part in found[:3])
+        drafts = None if accepted.drafts is None else found[3][: self.batch.num_decodes]
+        scores = None
+        if accepted.logprobs is not None:
+            token, top_ids, top = (part[: rows * accepted.tokens.shape[1]] for part in found[-3:])
+            scores = token, top_ids, top
+        return StepResult(tokens, counts, bad, scores, self.prompt_logprobs, drafts)
 
 
 def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
     """Return the tensors of a step's results that the host reads.
 
-    These are ``tokens``, ``counts`` and ``bad``, and the log-probabilities if there are any. If
-    there are none and ``packed`` is set, it is the only one, since it contains the other three.
+    These are ``tokens``, ``counts`` and ``bad``, and ``drafts`` and the log-probabilities if there
+    are any. If there are no log-probabilities and ``packed`` is set, it is the only one, since it
+    contains the others.
     """
     scores = accepted.logprobs
     if accepted.packed is not None and scores is None:
         return [accepted.packed]
     found = [accepted.tokens, accepted.counts, accepted.bad]
+    if accepted.drafts is not None:
+        found.append(accepted.drafts)
     return found if scores is None else [*found, scores.token, scores.top_ids, scores.top]
 
 
 def pack(accepted: Accepted) -> torch.Tensor:
-    """Return the bytes of tokens, counts and bad as one tensor, for ``Accepted.packed``.
+    """Return the bytes of tokens, counts, drafts and bad as one tensor, for ``Accepted.packed``.
 
-    Its shape is uint8 [B * (8 * W + 5)]: 13 bytes per row at width one.
+    Its shape is uint8 [B * (8 * W + 5)], 13 bytes per row at width one, or with ``drafts`` 4 bytes
+    more for each decoding row.
     """
-    parts = (accepted.tokens, accepted.counts, accepted.bad)
+    parts = [accepted.tokens, accepted.counts, accepted.bad]
+    if accepted.drafts is not None:
+        parts.insert(2, accepted.drafts)  # before the bytes, so that integers stay aligned
     return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
 
 
-def unpack(packed: NDArray[Any], rows: int, width: int) -> list[NDArray[Any]]:
-    """Split ``packed`` into tokens int64 [rows, width], counts int32 [rows] and bad bool [rows]."""
-    tokens = 8 * rows * width
-    counts = 4 * rows
-    return [
-        packed[:tokens].view(np.int64).reshape(rows, width),
-        packed[tokens : tokens + counts].view(np.int32),
-        packed[tokens + counts :].view(np.bool_),
-    ]
+def unpack(packed: NDArray[Any], rows: int, width: int, drafts: int = 0) -> list[NDArray[Any]]:
+    """Split ``packed`` into tokens, counts, bad and drafts.
+
+    Returns:
+        int64 [rows, width], int32 [rows], bool [rows], and int32 [drafts], which is left out if
+        ``drafts`` is 0.
+    """
+    tokens, numbers, bad = np.split(packed, np.cumsum([8 * rows * width, 4 * (rows + drafts)]))
+    counts, given = np.split(numbers.view(np.int32), [rows])
+    parts: list[NDArray[Any]] = [tokens.view(np.int64).reshape(rows, width), counts]
+    parts.append(bad.view(np.bool_))
+    return [*parts, given] if drafts else parts

@@ -161,7 +161,8 @@ class StepMasks:
         width = batch.decode_tokens // rows
         tokens = step.input_ids[: rows * width].view(rows, width)
         if self.forced is not None and step.tree is None:
-            self.forced.offer(tokens, batch.rows[:rows].tolist())
+            given = None if step.draft_counts is None else step.draft_counts[:rows]
+            self.forced.offer(tokens, batch.rows[:rows].tolist(), given)
         parents = None if step.tree is None else step.tree.parents[:rows]
         if self._on_host:
             self._drafts = CopiedDrafts(tokens, parents, None)

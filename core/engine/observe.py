@@ -139,12 +139,14 @@ class MeasuredStep:
     prefilled: list[tuple[int, float]]
     drafts: int
     prompted: list[int]
+    fewer: dict[int, int]
 
     def add_to(self, output: StepOutput) -> None:
         """Set the fields in ``output``."""
         output.prefilled = self.prefilled
         output.drafts = self.drafts
         output.prompted = self.prompted
+        output.fewer = self.fewer
 
 
 class StepMeters:

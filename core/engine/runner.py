@@ -211,6 +211,7 @@ class Runner:
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
         batch.simulated = self._simulated
         accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
+        accepted.drafts = batch.draft_counts
         if accepted.path is not None:
             self._keep_path(batch, accepted.path)
         if self._copier is not None:

@@ -177,7 +177,7 @@ def _decide_numbers(proposal: Proposal) -> None:
     values.lookahead = speculative.options.lookahead() if speculative else 0
     path = proposal.facts.model.path
     values.draft_folder = speculative.options.draft_for(path) if speculative else None
-    values.draft_layers = speculative.offers.draft_layers if speculative else 0
+    values.draft_layers = _draft_layers(proposal)
     mesh: dict[str, int] = {}
     for strategy in proposal.parallel:
         for axis in sorted(strategy.offers.axes):
@@ -201,6 +201,16 @@ def _draft_shape(proposal: Proposal) -> DraftShape:
     if not shape.is_tree or attention is None or attention.offers.tree or not given:
         return shape
     return DraftShape.chain(shape.steps)
+
+
+def _draft_layers(proposal: Proposal) -> int:
+    """Return the number of the draft's layers in the target's KV pool."""
+    speculative = proposal.speculative
+    if speculative is None:
+        return 0
+    own = speculative.options.draft_layers(proposal.facts.draft or proposal.facts.model)
+    offers = speculative.offers
+    return int(offers.nextn_layer or offers.eagle_head) if own is None else own
 
 
 def _hosts(proposal: Proposal) -> int:

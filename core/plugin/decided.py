@@ -28,7 +28,7 @@ class Decided:
         draft_shape: size of the drafts of a round.
         draft_shapes: sizes of drafts that a step may have, ascending; the last is ``draft_shape``.
             It is the only one without ``speculative.adaptive``.
-        draft_layers: layers of the draft model in the KV pool, 0 or 1.
+        draft_layers: number of the draft's layers in the KV pool.
         draft_folder: folder of the draft model; None if the draft has no folder of its own.
         mesh: mesh axis -> size.
         ranks: number of ranks.

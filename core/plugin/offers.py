@@ -172,11 +172,6 @@ class SpeculativeOffers(Offers):
     simulates: bool = False
     reserves: Callable[[DecodingRows], int] | None = None
 
-    @property
-    def draft_layers(self) -> int:
-        """Layers of its draft in the target's KV pool."""
-        return int(self.nextn_layer or self.eagle_head)
-
 
 @dataclass(frozen=True)
 class SchedulerOffers(Offers):
@@ -309,6 +304,7 @@ class ModelOffers(Offers):
         draft_architectures: architectures of folders that hold only such a layer; they serve as
             draft models and are refused as models.
         eagle_architectures: architectures of EAGLE heads that it builds.
+        features: its models return hidden states of chosen layers (``protocols.KeepsFeatures``).
         sampled_last_layer: its last layer can run for a part of a step's tokens
             (``protocols.SampledLastLayer``).
         inventory: function from the facts to the model's tensors and sizes. It must accept facts
@@ -325,6 +321,7 @@ class ModelOffers(Offers):
     nextn: bool = False
     draft_architectures: frozenset[str] = frozenset()
     eagle_architectures: frozenset[str] = frozenset()
+    features: bool = False
     sampled_last_layer: bool = False
     inventory: Callable[[ModelFacts], Inventory] | None = None
     eagle_inventory: Callable[[ModelFacts], Inventory] | None = None

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plugin.component import CheckContext, Options
 from glowplug.core.plugin.draft_shape import DraftShape
 
@@ -53,6 +54,31 @@ class SpeculativeOptions(Options):
         The draft model writes to its KV cache, so rows need cache pages for these positions too.
         """
         return self.draft_shape().lookahead
+
+    def draft_layers(self, draft: ModelFacts) -> int | None:
+        """Return the number of the draft's layers in the target's KV pool.
+
+        They follow the target's layers, and the weights of as many next-token layers are counted.
+
+        Args:
+            draft: facts of the draft's folder; without one, of the model.
+
+        Returns:
+            The number; None (the default) for one if the algorithm offers ``nextn_layer`` or
+            ``eagle_head``, otherwise for none.
+        """
+        return None
+
+    def features(self, draft: ModelFacts) -> int:
+        """Return the number of chosen layers whose hidden states the draft reads.
+
+        The states follow the final one of each token if ``draft_model`` calls ``keep_features`` of
+        the target (``KeepsFeatures``). By default the number is that of an EAGLE-3 head's folder.
+
+        Args:
+            draft: facts of the draft's folder; without one, of the model.
+        """
+        return draft.sizes.features
 
     def head_rows(self) -> int:
         """Return the number of rows of the head that drafts keep a copy of."""

@@ -139,7 +139,10 @@ class SpeculativeAlgorithm(Protocol):
     An algorithm that offers ``adapts`` may have ``draft_policy(shapes, costs) -> DraftPolicy``. It
     is called once, with the sizes of drafts that a step may have (``Sizes.draft_shapes``) and
     the seconds of steps (``DraftCosts``), and returns the policy that chooses the size of each
-    step. Without it, the engine's own policy chooses. All rows of a step have drafts of one size.
+    step. Without it, the engine's own policy chooses.
+
+    All rows of a step compute as many tokens. A row may still have fewer drafts than others, or
+    none, if ``draft`` sets ``batch.draft_counts``.
     """
 
     def width(self) -> int:
@@ -167,8 +170,9 @@ class SpeculativeAlgorithm(Protocol):
         positions and lengths are still the host's upper bounds. With a width above one, device work
         runs through ``batch.pieces``; otherwise it is part of the target's pass.
 
-        An algorithm that drafts trees also sets ``batch.tree``, whose tensors are results of a
-        piece.
+        An algorithm that drafts trees also sets ``batch.tree``, and one whose rows may have fewer
+        drafts than others ``batch.draft_counts`` (for each row; its other tokens are valid ids,
+        which ``accept`` must not accept). Their tensors are results of a piece.
 
         Returns:
             Token ids int64 [D, W]: the last accepted token, then drafts.

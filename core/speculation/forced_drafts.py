@@ -63,28 +63,26 @@ class ForcedDrafts:
         for row in rows:
             self._kept.pop(row, None)
 
-    def offer(self, drafted: Tensor, rows: Seq[int]) -> None:
+    def offer(self, drafted: Tensor, rows: Seq[int], given: Tensor | None = None) -> None:
         """Replace drafts by forced tokens, in place and without waiting.
 
         Args:
             drafted: newest tokens and drafts, int64 [D, W]; a row's drafts form a chain.
             rows: rows of the sequence table, of the decoding rows.
+            given: number of drafts of each row, int32 [D], which is updated; None: all have W - 1.
         """
-        kept = self._kept
-        counts = self._counts
+        found = [at for at, row in enumerate(rows) if row in self._kept]
+        kept = [self._kept[rows[at]] for at in found]
         self._kept = {}
         width = drafted.shape[1]
-        found = [at for at, row in enumerate(rows) if row in kept]
-        if not found or counts is None or width == 1:
+        if not found or self._counts is None or width == 1:
             return
-        table = _table([kept[rows[at]][1] for at in found], width - 1)
-        before = np.array([kept[rows[at]][0] for at in found], np.int64)
-        numbers = np.arange(len(found), dtype=np.int64)
-        places, sources, ids, flat = send(
-            [np.array(found, np.int64), before, numbers, table.ravel()], drafted.device
-        )
-        forced = _behind(flat.view(table.shape), ids, counts[sources].long() - 1)
-        _replace(drafted, places, forced)
+        table = _table([behind for _, behind in kept], width - 1)
+        before = [place for place, _ in kept]
+        indices = [np.array(part, np.int64) for part in (found, before, range(len(found)))]
+        places, sources, ids, flat = send([*indices, table.ravel()], drafted.device)
+        forced = _behind(flat.view(table.shape), ids, self._counts[sources].long() - 1)
+        _replace(drafted, given, places, forced)
 
 
 def _table(behind: Seq[dict[int, list[int]]], most: int) -> NDArray[np.int64]:
@@ -97,8 +95,10 @@ def _table(behind: Seq[dict[int, list[int]]], most: int) -> NDArray[np.int64]:
     return table
 
 
-def _replace(drafted: Tensor, places: Tensor, forced: Tensor) -> None:
+def _replace(drafted: Tensor, given: Tensor | None, places: Tensor, forced: Tensor) -> None:
     """Replace the drafts of the rows ``places`` [n] by ``forced``, [n, W - 1], unless ``NONE``."""
+    if given is not None:
+        given[places] = given[places].maximum((forced != NONE).sum(1, dtype=given.dtype))
     chains = drafted[places]
     chains[:, 1:] = where(forced == NONE, chains[:, 1:], forced)
     drafted[places] = chains

@@ -33,7 +33,13 @@ class TokenDrafts(ABC):
     only. A row's prompt, and the output of a sequence that continues after a preemption, are copied
     to the device when the sequence joins the row, whether or not its cache entries are computed
     again. Accepted tokens follow in ``accept``.
+
+    Attributes:
+        ragged: rows of a step may have fewer drafts than others, or none (``Batch.draft_counts``).
+            ``propose`` then fills the places behind a row's drafts with -1.
     """
+
+    ragged: bool = False
 
     def __init__(self, plan: EnginePlan, worker: Worker) -> None:
         self._shape = plan.sizes.draft_shape
@@ -44,7 +50,9 @@ class TokenDrafts(ABC):
 
     @abstractmethod
     def propose(self, tokens: Tensor, rows: Tensor, lengths: Tensor, shape: DraftShape) -> Tensor:
-        """Return the drafts of the decoding rows, int64 [D, W - 1], each a valid token id.
+        """Return the drafts of the decoding rows, int64 [D, W - 1].
+
+        Each is a valid token id, or if ``ragged`` also -1.
 
         On a GPU the work is captured in a graph: it must not wait for the device, and may depend on
         ``rows`` and ``lengths`` only through tensors.
@@ -99,6 +107,7 @@ class TokenDrafts(ABC):
         shape = self._shape_of(batch)
         decodes = batch.num_decodes
         batch.tree = None
+        batch.draft_counts = None
         if not decodes:
             return self._computed.new_empty(0, shape.tokens, dtype=torch.int64)
         if shape not in self._trees:
@@ -107,7 +116,8 @@ class TokenDrafts(ABC):
         if tree is not None:
             parts = tree.parents, tree.depths, tree.mask
             batch.tree = DraftTree(*(part[:decodes] for part in parts))
-        return batch.pieces.run("draft", partial(self._draft, batch))
+        tokens, batch.draft_counts = batch.pieces.run("draft", partial(self._draft, batch))
+        return tokens
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
         ends = None
@@ -153,8 +163,11 @@ class TokenDrafts(ABC):
                 tokens = sequence.all_tokens()
                 self._tokens[sequence.row, : len(tokens)] = send([tokens], self._device)[0]
 
-    def _draft(self, batch: Batch) -> Tensor:
-        """Return the newest tokens of the decoding rows and their drafts, int64 [D, W]."""
+    def _draft(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the newest tokens of the decoding rows and their drafts, and ``draft_counts``.
+
+        The tokens are int64 [D, W].
+        """
         rows = batch.row_ids[: batch.num_decodes]
         lengths = self.lengths(batch)
         assert lengths is not None, "drafts make a step wider than one token"
@@ -162,8 +175,12 @@ class TokenDrafts(ABC):
         newest = self._tokens[rows, lengths].long()[:, None]
         shape = self._shape_of(batch)
         if shape.tokens == 1:
-            return newest
-        return torch.cat([newest, self.propose(self._tokens, rows, lengths + 1, shape)], 1)
+            return newest, None
+        drafts = self.propose(self._tokens, rows, lengths + 1, shape)
+        if not self.ragged:
+            return torch.cat([newest, drafts], 1), None
+        counts = (drafts >= 0).cumprod(1).sum(1, dtype=torch.int32)
+        return torch.cat([newest, drafts.clamp(min=0)], 1), counts
 
     def _keep_decoded(self, batch: Batch, accepted: Accepted) -> None:
         """Store the tokens that the decoding rows gained, and the rows' new lengths.

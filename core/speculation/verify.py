@@ -54,9 +54,10 @@ def verify(
     sampled = _sampled(logits, batch, fed, ends, sampler)
     if gain is not None:
         assert batch.tree is None and ends is None, "only chains of decode rows have other gains"
+        assert batch.draft_counts is None, "rows of other gains all have as many drafts"
         return _with_gain(gain, sampled, fed, batch, sampler)
     drawn = sampled.tokens[: rows * width].view(rows, width)
-    counts, path = _accepted(drawn, fed, batch.tree)
+    counts, path = _accepted(drawn, fed, batch)
     if path is not None:
         sampled = _along(sampled, path)
     accepted = _gained(sampled, counts, width)
@@ -67,11 +68,16 @@ def verify(
     return accepted
 
 
-def _accepted(drawn: Tensor, fed: Tensor, tree: DraftTree | None) -> tuple[Tensor, Tensor | None]:
+def _accepted(drawn: Tensor, fed: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """Return the number of tokens that each row gains, int32 [D], and ``Accepted.path``.
 
     ``drawn`` and ``fed``: the tokens drawn by the target and its input tokens, int64 [D, W].
     """
+    given: Tensor | None = batch.draft_counts
+    if given is not None:
+        # of the tokens behind a row's drafts none is accepted, since no drawn token is negative
+        fed = fed.where(torch.arange(fed.shape[1], device=fed.device) <= given[:, None], -1)
+    tree = batch.tree
     if tree is None:
         return accept_chain(drawn, fed[:, 1:]), None
     kept = accept_tree(drawn, fed, tree)

@@ -26,9 +26,7 @@ def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler
     fed: Long = batch.input_ids.numpy().reshape(rows, width)
     sampled = _sampled(logits, batch, fed, sampler)
     drawn: Long = sampled.tokens.numpy().reshape(rows, width)
-    counts = np.array(
-        [_accepted(*row) for row in zip(drawn.tolist(), fed.tolist(), strict=True)], np.int32
-    )
+    counts = _counts(drawn, fed, batch)
     bad = sampled.bad.numpy().reshape(rows, width)
     bad = np.array(
         [bool(row[:count].any()) for row, count in zip(bad, counts.tolist(), strict=True)]
@@ -55,6 +53,18 @@ def _sampled(logits: Tensor, batch: Batch, fed: Long, sampler: Sampler) -> Sampl
         return sampled
     simulated: Sampled = batch.simulated.apply(sampled, torch.from_numpy(fed), batch)
     return simulated
+
+
+def _counts(drawn: Long, fed: Long, batch: Batch) -> NDArray[np.int32]:
+    """Return the number of tokens that each row gains, int32 [R].
+
+    ``drawn`` and ``fed``: the tokens drawn by the target and its input tokens, [R, W].
+    """
+    pairs = zip(drawn.tolist(), fed.tolist(), strict=True)
+    counts: NDArray[np.int32] = np.array([_accepted(*pair) for pair in pairs], np.int32)
+    if batch.draft_counts is not None:
+        np.minimum(counts, batch.draft_counts.numpy() + 1, out=counts)
+    return counts
 
 
 def _accepted(drawn: list[int], fed: list[int]) -> int:

@@ -88,6 +88,9 @@ class Batch:
     tree_span: int = 0
     #: tokens of the decoding rows as trees, set by the speculative algorithm; None: chains
     tree: DraftTree | None = None
+    #: torch int32 [D] number of drafts of each decoding row, set by the speculative algorithm; what
+    #: follows them in ``input_ids`` only fills the row. None: all have ``draft_shape.tokens - 1``
+    draft_counts: Any = None
     #: the algorithm has set exact positions, KV slots and lengths of the decoding rows
     placed: bool = False
     #: torch int64 [N] tokens whose logits are needed; None: all tokens
@@ -175,6 +178,8 @@ class Accepted:
             int64 [D, W], indices in the row. Entry i is i itself for i >= the number of gained
             tokens. The runner moves the KV entries of the path together. None for chains, whose
             accepted tokens are the first ones of the row.
+        drafts: ``Batch.draft_counts`` of the step, int32 [D], set by the runner; None: all rows
+            have as many drafts.
     """
 
     tokens: torch.Tensor
@@ -183,6 +188,7 @@ class Accepted:
     logprobs: LogprobTensors | None = None
     packed: torch.Tensor | None = None
     path: torch.Tensor | None = None
+    drafts: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -217,6 +223,7 @@ class StepResult:
         logprobs: (log-probabilities, ids of the most likely tokens, their log-probabilities) of
             every entry of ``tokens``, flattened; None if no row requests them.
         prompt_logprobs: log-probabilities of prompt tokens that the step computed.
+        drafts: number of drafts of each decoding row, int32 [D]; None: all have as many.
     """
 
     tokens: NDArray[np.int64]
@@ -224,6 +231,7 @@ class StepResult:
     bad: NDArray[np.bool_]
     logprobs: tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]] | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    drafts: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)

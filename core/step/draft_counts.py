@@ -8,6 +8,7 @@ of sequences that ended before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import msgspec
 
@@ -20,6 +21,8 @@ class DraftCounts(msgspec.Struct):
         engine_steps: steps of the engine with decoding rows.
         accepted: verify steps of rows by their number of accepted drafts: entry n counts those that
             accepted n.
+        absent: verify steps of rows by place in the row: entry n counts those that had fewer than
+            n + 1 drafts (``Batch.draft_counts``); [] if all had as many as the shape.
     """
 
     steps: int
@@ -27,6 +30,7 @@ class DraftCounts(msgspec.Struct):
     tokens: int
     engine_steps: int = 0
     accepted: list[int] = []
+    absent: list[int] = []
 
     @property
     def shape(self) -> str:
@@ -35,15 +39,19 @@ class DraftCounts(msgspec.Struct):
 
     def plus(self, other: DraftCounts, sign: int = 1) -> DraftCounts:
         """Return the sum of both counters, or with ``sign`` -1 their difference."""
-        size = max(len(self.accepted), len(other.accepted))
-        mine, others = (one.accepted + [0] * (size - len(one.accepted)) for one in (self, other))
         return DraftCounts(
             self.steps,
             self.topk,
             self.tokens,
             self.engine_steps + sign * other.engine_steps,
-            [a + sign * b for a, b in zip(mine, others, strict=True)],
+            _plus(self.accepted, other.accepted, sign),
+            _plus(self.absent, other.absent, sign),
         )
+
+
+def _plus(one: list[int], other: list[int], sign: int) -> list[int]:
+    """Return the sum of two lists of counters, of which the shorter one is filled with zeros."""
+    return [a + sign * b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
 def summed(groups: Iterable[Sequence[DraftCounts]]) -> list[DraftCounts]:
@@ -84,9 +92,11 @@ class Acceptance:
                 continue
             verified = sum(one.accepted)
             self.verify_steps += verified
-            self.drafted += verified * (one.tokens - 1)
+            self.drafted += verified * (one.tokens - 1) - sum(one.absent)
+            # which nodes of a tree are as deep is not counted
+            absent = one.absent if one.topk == 1 else []
             for place in range(one.steps):
-                self.proposed_at[place] += verified
+                self.proposed_at[place] += verified - (absent[place] if absent else 0)
                 self.accepted_at[place] += sum(one.accepted[place + 1 :])
         self.accepted = sum(self.accepted_at)
 

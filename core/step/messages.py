@@ -243,6 +243,8 @@ class StepOutput(msgspec.Struct, tag="o", array_like=True):
         drafts: drafts that each decoding row verified in the step; set by the engine.
         prompted: sequences whose tokens come from the end of their prompt, also of one that was
             computed again; [] without drafts. Set by the engine.
+        fewer: number of drafts of each sequence that verified fewer than ``drafts``; set by the
+            engine.
     """
 
     ids: list[int] = []
@@ -256,6 +258,11 @@ class StepOutput(msgspec.Struct, tag="o", array_like=True):
     stats: Stats | None = None
     drafts: int = 0
     prompted: list[int] = []
+    fewer: dict[int, int] = {}
+
+    def drafts_of(self, id: int) -> int:
+        """Return the number of drafts that a sequence verified in the step."""
+        return 0 if id in self.prompted else self.fewer.get(id, self.drafts)
 
 
 class Reply(msgspec.Struct, tag="r", array_like=True):

@@ -91,7 +91,9 @@ class Stream:
             self.first = now
 
     def verify(self, drafted: int, accepted: int) -> None:
-        """Add a verify step to the drafts."""
+        """Add a verify step to the drafts; without a draft (0) it is none."""
+        if not drafted:
+            return
         self.drafts = (self.drafts or VerifiedDrafts()).plus(drafted, accepted)
 
     def times(self) -> Times:
@@ -302,8 +304,7 @@ class Front:
             at += count
             stream = self.streams.get(id)
             if stream is not None:
-                if output.drafts and id not in output.prompted:
-                    stream.verify(output.drafts, count - 1)
+                stream.verify(output.drafts_of(id), count - 1)
                 delta = self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None))
                 received.deltas.append((stream, delta))
         for finished in ends.values():

@@ -52,6 +52,17 @@ def ngram(limits: Limits, kind: type[NGram] = NGram, **options: Any) -> NGram:
     return made
 
 
+class UnevenDrafts(NGram):
+    """N-gram drafts of which rows keep none to all, by their newest token."""
+
+    ragged = True
+
+    def propose(self, tokens: Tensor, rows: Tensor, lengths: Tensor, shape: DraftShape) -> Tensor:
+        drafts = super().propose(tokens, rows, lengths, shape)
+        kept = tokens[rows, lengths - 1].long()[:, None] % (drafts.shape[1] + 1)
+        return drafts.masked_fill(torch.arange(drafts.shape[1]) >= kept, -1)
+
+
 def nextn(limits: Limits, kind: type[NextN] = NextN, **options: Any) -> NextN:
     """Return an algorithm of ``kind`` whose draft checks hidden states and cache entries."""
     parsed = NextNOptions(**{"steps": STEPS, **options})
@@ -131,6 +142,26 @@ def _told(**changes: Any) -> type[NGram]:
             return super().accept(logits, hidden, batch, changed)
 
     return Told
+
+
+class FillersAccepted(UnevenDrafts):
+    """Tokens behind a row's drafts are taken for drafts."""
+
+    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        given, batch.draft_counts = batch.draft_counts, None
+        accepted = super().accept(logits, hidden, batch, sampler)
+        batch.draft_counts = given
+        return accepted
+
+
+class NewestTokenCounted(UnevenDrafts):
+    """A row's newest token is counted as one of its drafts."""
+
+    def draft(self, batch: Batch) -> Tensor:
+        tokens = super().draft(batch)
+        if batch.draft_counts is not None:
+            batch.draft_counts = batch.draft_counts + 1
+        return tokens
 
 
 class LongerLengths(NGram):
@@ -361,6 +392,8 @@ FAULTY: dict[str, Maker] = {
     **{
         kind.__name__: partial(ngram, kind=kind)
         for kind in (
+            FillersAccepted,
+            NewestTokenCounted,
             LongerLengths,
             BoundsForLengths,
             WrongDraftAccepted,

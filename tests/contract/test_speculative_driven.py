@@ -18,6 +18,7 @@ from glowplug.core.testing.suites.speculative import SpeculativeSuite
 from glowplug.plugins.speculative.ngram_runtime import NGram
 from tests.contract.scripted_algorithms import (
     TREE,
+    UnevenDrafts,
     nextn,
     ngram,
     on_a_device,
@@ -38,6 +39,25 @@ class TestNGram(SpeculativeSuite):
 
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         return ngram(limits)
+
+
+class TestUnevenDrafts(SpeculativeSuite):
+    sizes = SMALLER
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return ngram(limits, UnevenDrafts)
+
+
+class TestUnevenDraftsOnADevice(OnADevice):
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return ngram(limits, UnevenDrafts)
+
+
+class TestUnevenTrees(SpeculativeSuite):
+    shape = TREE
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        return ngram(limits, UnevenDrafts, topk=TREE.topk, draft_tokens=TREE.tokens)
 
 
 class TestNGramOfOneStep(SpeculativeSuite):

@@ -46,3 +46,13 @@ def test_a_narrower_step_takes_the_first_tokens() -> None:
     chains = drafted(1, 2)
     forced.offer(chains, [10])
     assert chains.tolist() == [[100, 2]]
+
+
+def test_forced_tokens_are_drafts_of_rows_that_had_fewer() -> None:
+    forced = ForcedDrafts(3)
+    forced.add(0, 0, [1, 2, 3])  # two drafts
+    forced.add(1, 0, [4, 5])  # one
+    forced.keep([10, 11, 12], torch.tensor([1, 1, 1], dtype=torch.int32))
+    counts = torch.tensor([0, 3, 1], dtype=torch.int32)
+    forced.offer(drafted(), [10, 11, 12], counts)
+    assert counts.tolist() == [2, 3, 1]

@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.checks.speculation import tokenizer_difference
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
+from glowplug.plugins.speculative.nextn import NextNOptions
+from tests.plan.test_refusals import with_components
 
 NEXTN = {**TINY_V3, "num_nextn_predict_layers": 1}
 ALONE = {
@@ -109,6 +113,37 @@ def test_the_first_of_several_layers(planned: Any, make: Make) -> None:
     assert "the first of 2" in next(
         d.why for d in plan.decisions if d.field == "speculative.layers"
     )
+
+
+class AllLayers(NextNOptions):
+    use: Literal["all_layers"] = "all_layers"  # type: ignore[assignment]
+
+    def draft_layers(self, draft: ModelFacts) -> int:
+        return draft.nextn_layers
+
+
+def test_an_algorithm_may_use_all_layers(planned: Any, make: Make) -> None:
+    found = load_plugins().find("speculative", "nextn")
+    assert found is not None
+    own = replace(found.component, name="all_layers", options=AllLayers)
+    plugins = with_components(speculative=[own])
+    folder = str(make("target", {**NEXTN, "num_nextn_predict_layers": 3}))
+
+    def plan(use: str) -> EnginePlan:
+        made: EnginePlan = planned(
+            {"model": folder, "speculative": speculative(use=use)}, plugins=plugins
+        )
+        return made
+
+    one, three = plan("nextn"), plan("all_layers")
+    assert (one.sizes.draft_layers, three.sizes.draft_layers) == (1, 3)
+    pool = [made.sizes.kv_bytes / made.sizes.num_pages for made in (one, three)]
+    assert pool[1] / pool[0] == (3 + 3) / (3 + 1)
+    weights = [
+        {line.name: line.bytes for line in made.budget}["draft weights"] for made in (one, three)
+    ]
+    assert weights[1] == 3 * weights[0]
+    assert "speculative.layers" in decisions(one).keys() - decisions(three).keys()
 
 
 def test_a_sequence_leaves_room_for_what_is_drafted(planned: Any, make: Make) -> None:

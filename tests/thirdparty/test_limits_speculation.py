@@ -1,7 +1,13 @@
-"""A third party's algorithm that chooses the size of the drafts of each step itself."""
+"""Limits of the speculative slot that algorithms of third parties met.
+
+An algorithm chooses the size of the drafts of each step, and its draft has several layers in the
+target's KV pool and reads hidden states of chosen layers. Rows with fewer drafts than others: see
+``test_ngram``.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +16,9 @@ import numpy as np
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.api import DraftShape
-from tests.support.tiny import write_config
+from glowplug.core.api import DraftShape, PlanRefused
+from tests.plugins import lookahead
+from tests.support.tiny import CONFIGS, write_config
 from tests.thirdparty.packages import FOLDER
 
 OWN = """
@@ -95,3 +102,93 @@ def test_an_algorithm_chooses_the_width_of_each_step(tmp_path: Path) -> None:
     pairs = zip(taken, taken[1:])
     assert all(shapes.index(b) == (shapes.index(a) + 1) % len(shapes) for a, b in pairs)
     assert all((np.asarray(counts) <= shape.steps + 1).all() for shape, counts in Turns.seen)
+
+
+# ---- layers and hidden states of a draft ---------------------------------------------------------
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+LAYERS = 2  #: of the draft
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    target = write_config(tmp_path / "model", "llama", vocab_size=12)
+    shape = lookahead.config_of({**CONFIGS["llama"], "vocab_size": 12}, LAYERS)
+    draft = write_config(tmp_path / "draft", "llama", **shape)
+    return {
+        "model": str(target),
+        "plugins": ["tests.plugins.lookahead"],
+        "speculative": {"use": "lookahead", "draft_model": str(draft)},
+        "weights": {"use": "random"},
+        "executor": {"use": "inline"},
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 128,
+        "memory": {"kv_tokens": 512},
+    }
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    shared = rng.integers(2, 12, 40).tolist()
+    return [shared[:at] + rng.integers(2, 12, 60 - at).tolist() for at in (0, 16, 33, 40)]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"scheduler": {"chunk_size": 7, "overlap": False}}, {"memory": {"kv_tokens": 208}}]
+)
+def test_a_draft_has_several_layers_in_the_pool(
+    config: dict[str, Any], more: dict[str, Any]
+) -> None:
+    plain = {name: value for name, value in config.items() if name != "speculative"}
+    with LLM(**plain) as llm:
+        want = [one.token_ids for one in llm.generate(prompts(), GREEDY)]
+        layers = llm.plan.facts.model.num_layers
+        bytes_of_a_layer = llm.plan.sizes.kv_bytes // llm.plan.sizes.num_pages // layers
+    with LLM(**{**config, **more}) as llm:
+        sizes = llm.plan.sizes
+        assert sizes.draft_layers == LAYERS
+        assert sizes.kv_bytes == sizes.num_pages * bytes_of_a_layer * (layers + LAYERS)
+        for _ in range(2):  # the second time with cached prefixes
+            assert [one.token_ids for one in llm.generate(prompts(), GREEDY)] == want
+        assert 0 < llm.stats.accepted_tokens < llm.stats.drafted_tokens
+
+
+def test_the_plan_counts_layers_and_hidden_states_of_a_draft(config: dict[str, Any]) -> None:
+    from tests.plugins.lookahead_runtime import Layers
+
+    with LLM(**config) as llm:
+        lines = {line.name: line.bytes for line in llm.plan.budget}
+        model = llm._executor._engine.runner.speculative._model  # type: ignore[attr-defined]
+        assert isinstance(model, Layers)
+        own = sum(math.prod(target.shape) for target in model.targets())
+    assert lines["draft weights"] == 4 * own
+
+
+FAMILY = """
+from glowplug.core.api import Component, ModelOffers, Options, hookimpl
+
+class OtherOptions(Options):
+    use: str = "auto"
+
+@hookimpl
+def register_models():
+    offers = ModelOffers(architectures=frozenset({"OtherForCausalLM"}))
+    factory = "glowplug.models.llama:LlamaFamily"
+    return [Component("other", OtherOptions, factory, offers, contract=2)]
+"""
+
+
+def test_a_family_without_hidden_states_of_layers_is_refused(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "other_family.py").write_text(FAMILY)
+    shape = {"architectures": ["OtherForCausalLM"], "vocab_size": 12}
+    write_config(tmp_path / "model", "llama", **shape)
+    with pytest.raises(PlanRefused) as caught:
+        LLM(**{**config, "plugins": [*config["plugins"], "other_family"]})
+    (refusal,) = caught.value.refusals
+    assert refusal.field == "speculative.use"
+    assert "reads the hidden states of 2 layers" in refusal.reason

@@ -129,9 +129,10 @@ class Meter:
         bad: Sequence[int] = (),
         stale: Sequence[int] = (),
         shape: DraftShape | None = None,
+        given: Sequence[int] | None = None,
     ) -> tuple[int, list[int]]:
         """Count a step whose rows 0.. gain ``gained`` tokens, followed by the rows ``prompts``,
-        whose prompts end where ``ends`` is True.
+        whose prompts end where ``ends`` is True. The rows 0.. have ``given`` drafts.
         """
         decodes = len(gained)
         rows = np.array([*range(decodes), *prompts], np.int32)
@@ -143,7 +144,9 @@ class Meter:
         batch.draft_shape = shape
         counts = np.array([*gained, *(int(end) for end in ends)], np.int32)
         result = StepResult(np.zeros((len(rows), 4), np.int64), counts, np.isin(rows, bad))
-        return self.meter.done(batch, result)
+        result.drafts = None if given is None else np.array(given, np.int32)
+        drafts, prompted, self.fewer = self.meter.done(batch, result)
+        return drafts, prompted
 
     @property
     def stats(self) -> Stats:
@@ -188,6 +191,23 @@ def test_each_shape_has_its_own_counters() -> None:
         DraftCounts(3, 1, 4, 1, [0, 0, 0, 1]),
     ]
     assert meter.stats.drafted_tokens == 2 * 5 + 3
+
+
+def test_rows_with_fewer_drafts_count_those_that_they_have() -> None:
+    meter = Meter()
+    meter.step([1, 2, 4, 1], given=[0, 2, 3, 1])
+    assert meter.fewer == {10: 0, 11: 2, 13: 1}
+    meter.step([2, 1, 3], given=[1, 3, 2], stale=[0], bad=[2])
+    assert meter.fewer == {12: 2}
+    meter.step([1], given=[0])
+    meter.step([3])
+    # of rows with 2, 3, 1, 3 and 3 drafts, 1, 3, 0, 0 and 2 were accepted
+    assert meter.stats.drafts == [DraftCounts(3, 1, 4, 4, [2, 1, 1, 1], [0, 1, 2])]
+    assert (meter.stats.drafted_tokens, meter.stats.accepted_tokens) == (12, 6)
+    found = Acceptance(meter.stats.drafts)
+    assert (found.verify_steps, found.proposed_at) == (5, [5, 4, 3])
+    assert found.accepted_at == [3, 2, 1]
+    assert found.rates == [3 / 5, 2 / 4, 1 / 3]
 
 
 def test_an_engine_without_drafts_counts_nothing() -> None:

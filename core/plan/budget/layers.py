@@ -271,5 +271,7 @@ def _scheme(
 
 def features_of(proposal: Proposal) -> int:
     """Return the number of hidden states of a token that a draft reads beside the final one."""
-    draft = proposal.facts.draft
-    return draft.sizes.features if draft is not None and proposal.values.draft_layers else 0
+    speculative = proposal.speculative
+    if speculative is None:
+        return 0
+    return speculative.options.features(proposal.facts.draft or proposal.facts.model)

@@ -110,19 +110,21 @@ def _weight_lines(proposal: Proposal) -> list[BudgetLine]:
     """Return the budget lines of the model's weights and, with a draft, of the draft's weights."""
     storage = _storage(proposal)
     own = _elements(proposal, proposal.facts.model, proposal.elements)
-    lines = [_weight_line(proposal, WEIGHT_LINES[0], proposal.facts.model, own, storage, False)]
-    if proposal.values.draft_layers:
-        lines.append(_draft_line(proposal, own, storage))
+    lines = [_weight_line(proposal, WEIGHT_LINES[0], proposal.facts.model, own, storage)]
     draft = proposal.draft
+    speculative = proposal.speculative
+    in_folder = proposal.facts.draft is not None and draft is None
+    if in_folder or (speculative is not None and speculative.offers.nextn_layer):
+        lines.append(_draft_line(proposal, own, storage))
     if draft is not None:
         model = draft.facts.model
         elements = _elements(draft, model, draft.elements)
-        lines.append(_weight_line(draft, WEIGHT_LINES[1], model, elements, _storage(draft), False))
+        lines.append(_weight_line(draft, WEIGHT_LINES[1], model, elements, _storage(draft)))
     return lines
 
 
 def _draft_line(proposal: Proposal, own: Tally, storage: Storage) -> BudgetLine:
-    """Return the budget line of a draft's layers that share the target's KV pool.
+    """Return the budget line of a draft's layers and heads, if the draft is not a whole model.
 
     Args:
         own: element counts of the target's checkpoint, which may hold them.
@@ -130,12 +132,13 @@ def _draft_line(proposal: Proposal, own: Tally, storage: Storage) -> BudgetLine:
     """
     model = proposal.facts.draft or proposal.facts.model
     elements = own if proposal.facts.draft is None else proposal.draft_elements
-    if proposal.speculative is not None and proposal.speculative.offers.eagle_head:
+    if proposal.speculative is not None and not proposal.speculative.offers.nextn_layer:
         # heads stay unquantised
-        return _weight_line(proposal, WEIGHT_LINES[1], model, elements, storage, False)
+        return _weight_line(proposal, WEIGHT_LINES[1], model, elements, storage)
     if proposal.facts.draft is not None:
         elements = _elements(proposal, model, elements)
-    return _weight_line(proposal, WEIGHT_LINES[1], model, elements, storage, True)
+    layers = proposal.values.draft_layers
+    return _weight_line(proposal, WEIGHT_LINES[1], model, elements, storage, layers)
 
 
 def _storage(proposal: Proposal) -> Storage:
@@ -188,13 +191,13 @@ def _weight_line(
     model: ModelFacts,
     elements: Tally,
     storage: Storage,
-    drafts: bool,
+    drafts: int = 0,
 ) -> BudgetLine:
     """Return the budget line of one model's weights.
 
     Args:
         elements: number of elements by kind (``WeightKind``).
-        drafts: count the first next-token layer instead of the target.
+        drafts: number of next-token layers to count instead of the target; 0: the target.
     """
     ranks = proposal.values.ranks
     how = "tensor headers" if model.tensors else "arithmetic from config.json"

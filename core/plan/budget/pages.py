@@ -162,7 +162,7 @@ def page_state_bytes(proposal: Proposal) -> int:
     """Return the bytes kept for a draft beside each page: one hidden state of the target, or 0."""
     speculative = proposal.speculative
     assert speculative is not None
-    if not (speculative.offers.draft_layers and speculative.offers.first_key):
+    if not (proposal.values.draft_layers and speculative.offers.first_key):
         return 0
     return proposal.facts.model.hidden_size * DTYPE_BYTES[proposal.values.dtype]
 

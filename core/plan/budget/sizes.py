@@ -103,9 +103,11 @@ def _peak_tokens(proposal: Proposal) -> tuple[int, ...]:
 
 
 def _draft_remarks(proposal: Proposal) -> list[Decision]:
-    """Return a remark for the plan if only the first of several next-token layers is used."""
+    """Return a remark for the plan if only the first of several next-token layers are used."""
     layers = (proposal.facts.draft or proposal.facts.model).nextn_layers
-    if not proposal.values.draft_layers or layers < 2:
+    used = proposal.values.draft_layers
+    if not 0 < used < layers:
         return []
-    why = f"the first of {layers} next-token layers drafts every token"
-    return [Decision("speculative.layers", 1, "size", why, notable=True)]
+    first = "the first of" if used == 1 else f"the first {used} of"
+    why = f"{first} {layers} next-token layers {'drafts' if used == 1 else 'draft'} every token"
+    return [Decision("speculative.layers", used, "size", why, notable=True)]

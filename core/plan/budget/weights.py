@@ -18,6 +18,7 @@ from glowplug.core.facts.weight_classes import (
     KV_UP,
     ROUTER,
     SHARED,
+    TARGET,
     TIED,
     VOCAB,
     WIDTH,
@@ -51,14 +52,14 @@ def weights_by_rank(
     mesh: Mapping[str, int],
     ranks: int,
     storage: Storage,
-    drafts: bool,
+    drafts: int = 0,
     redundant: int = 0,
 ) -> tuple[int, ...]:
     """Return the bytes of weights on each rank.
 
     Args:
         tally: number of elements by kind.
-        drafts: count the first next-token layer instead of the target.
+        drafts: number of next-token layers to count instead of the target; 0: the target.
         redundant: number of copies of experts that each layer has beside its routed experts.
     """
     wanted = _wanted(tally, drafts, model.n_routed_experts, redundant)
@@ -78,15 +79,16 @@ def weights_by_rank(
     )
 
 
-def _wanted(tally: Tally, drafts: bool, experts: int, redundant: int) -> Tally:
+def _wanted(tally: Tally, drafts: int, experts: int, redundant: int) -> Tally:
     """Return the numbers of elements of the target or its draft, with redundant experts.
 
     Args:
-        drafts: count the first next-token layer instead of the target.
+        drafts: number of next-token layers to count instead of the target; 0: the target.
         experts: number of routed experts of a layer.
         redundant: number of copies that a layer has beside them.
     """
-    wanted = {kind: count for kind, count in tally.items() if kind.draft == (0 if drafts else -1)}
+    counted = range(drafts) if drafts else (TARGET,)
+    wanted = {kind: count for kind, count in tally.items() if kind.draft in counted}
     for kind, count in wanted.items():
         if kind.role == EXPERTS:
             wanted[kind] = count // experts * (experts + redundant)

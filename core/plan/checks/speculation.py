@@ -41,7 +41,7 @@ _Drafter = ChosenOf[SpeculativeOffers, SpeculativeOptions]
 def _drafter(proposal: Proposal) -> _Drafter | None:
     """Return the speculative algorithm if its draft is a layer in the KV pool, else None."""
     chosen = proposal.speculative
-    return chosen if chosen is not None and chosen.offers.draft_layers else None
+    return chosen if chosen is not None and proposal.values.draft_layers else None
 
 
 def _layer_user(proposal: Proposal) -> _Drafter | None:
@@ -126,6 +126,25 @@ def _users_of_heads(proposal: Proposal, otherwise: str) -> str:
 
 
 @reads("speculative", "model")
+def check_features(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse a draft that reads hidden states of layers which the model does not return."""
+    chosen = proposal.speculative
+    model = proposal.model
+    if chosen is None or model is None or chosen.offers.eagle_head or model.offers.features:
+        return  # a family that builds EAGLE heads decides on them itself
+    count = chosen.options.features(proposal.facts.draft or proposal.facts.model)
+    if count:
+        yield refuse(
+            proposal,
+            "speculative",
+            chosen,
+            f"{chosen.name} reads the hidden states of {count} layers, which models of "
+            f"{model.name} do not return",
+            instead(proposal, "speculative", lambda o: not o.drafts, 'speculative.use = "none"'),
+        )
+
+
+@reads("speculative", "model")
 def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a draft folder whose sizes, quantisation or tokenizer differ from the target's."""
     chosen = _drafter(proposal)
@@ -202,8 +221,6 @@ def check_draft_weights(proposal: Proposal) -> Iterator[Refusal]:
     folder = proposal.facts.draft
     chosen = proposal.speculative
     if source is None or folder is None or chosen is None:
-        return
-    if not (chosen.offers.draft_layers or chosen.offers.whole_model):
         return
     if not source.offers.formats & {folder.format, "synthetic"}:
         held = "no weights" if folder.format == "none" else f"{folder.format} weights"

@@ -162,8 +162,9 @@ class ScriptedTarget:
         self._check_truth(row, [*text, *(ids[:1] if decodes else ids)], decodes)
         first = len(self.nodes)
         paths = _paths(batch, place, len(ids))
+        drafted = range(1, 1 + drafts_of(batch, place, len(ids)))
         for path in paths:
-            behind = [other for other, longer in enumerate(paths) if longer[:-1] == path and other]
+            behind = [other for other in drafted if paths[other][:-1] == path]
             own = tuple(ids[number] for number in path)
             drafts, children = (own[1:], behind) if decodes else ((), [])
             offsets = tuple(first + child for child in children)
@@ -216,6 +217,19 @@ def slots_of(batch: Batch, place: int, positions: NDArray[np.int64]) -> NDArray[
         pages[np.minimum(positions // PAGE, len(pages) - 1)] * PAGE + positions % PAGE
     )
     return slots
+
+
+def drafts_of(batch: Batch, place: int, count: int) -> int:
+    """Return the number of drafts among the ``count`` tokens of a decoding row, after a check."""
+    given = batch.draft_counts
+    if given is None or place >= batch.num_decodes:
+        return count - 1
+    assert given.dtype == torch.int32 and given.shape == (batch.num_decodes,), (
+        "draft_counts has an int32 for each decoding row"
+    )
+    drafts = int(given[place])
+    assert 0 <= drafts < count, f"a row of {count} tokens has {drafts} drafts"
+    return drafts
 
 
 def _paths(batch: Batch, place: int, count: int) -> list[list[int]]:

@@ -14,9 +14,11 @@ from glowplug_ngram.plugin import PromptCopyOptions
 class PromptCopy(TokenDrafts):
     """Drafts that continue as the row did after an earlier occurrence of its last tokens.
 
-    The occurrence with the most tokens counts, and of several the latest. Without one, and behind
-    the end of the row, the newest token is repeated.
+    The occurrence with the most tokens counts, and of several the latest. A row without one has no
+    draft, and a row that ends soon after it has fewer.
     """
+
+    ragged = True
 
     def __init__(self, options: PromptCopyOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(plan, worker)
@@ -36,5 +38,5 @@ class PromptCopy(TokenDrafts):
         score = torch.where(matched >= self._shortest, matched * text.shape[1] + places, -1)
         best, found = score.max(1, keepdim=True)
         source = found + 1 + torch.arange(shape.steps, device=text.device)
-        source = torch.where((best >= 0) & (source <= newest), source, newest)
-        return text.gather(1, source).long()
+        drafts = text.gather(1, source.minimum(newest)).long()
+        return drafts.masked_fill((best < 0) | (source > newest), -1)
