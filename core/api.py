@@ -18,6 +18,7 @@ from glowplug.core.errors import (
     WeightError,
 )
 from glowplug.core.facts import decoder_tensors, weight_classes
+from glowplug.core.facts.decoder_names import DecoderNames
 from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
 from glowplug.core.facts.kv_layout import KVContext, KVEntry, KVLayout, head_entries, latent_entries
 from glowplug.core.facts.layer_sizes import LayerSizes
@@ -109,6 +110,7 @@ __all__ = [
     "Component",
     "ConfigError",
     "Decision",
+    "DecoderNames",
     "DecodingRows",
     "DeviceFacts",
     "DraftCosts",

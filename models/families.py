@@ -102,8 +102,14 @@ def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
 
 
 def llama_inventory(model: ModelFacts) -> Inventory:
-    """Return the tensors of a Llama model: grouped-query attention, gated feed-forward layers."""
-    return decoder_inventory(model, grouped_attention(model, range(model.num_layers)))
+    """Return the tensors of a Llama model: grouped-query attention, gated feed-forward layers.
+
+    ``attention_bias`` of config.json stands for biases of all four projections.
+    """
+    biased = bool(model.config.get("attention_bias"))
+    layers = range(model.num_layers)
+    attention = grouped_attention(model, layers, bias=biased, out_bias=biased)
+    return decoder_inventory(model, attention, mlp_bias=bool(model.config.get("mlp_bias")))
 
 
 @hookimpl

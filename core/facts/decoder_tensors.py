@@ -1,12 +1,13 @@
 """Tensors of published decoders by name, shape and role, for the inventories of families. No torch.
 
-The names are those of checkpoints in the Hugging Face layout.
+The names are those of checkpoints in the Hugging Face layout, or those of a ``DecoderNames``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from glowplug.core.facts.decoder_names import MATRICES, PUBLISHED, DecoderNames
 from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
 from glowplug.core.facts.layer_sizes import LayerSizes
 from glowplug.core.facts.model_facts import ModelFacts, stated
@@ -21,22 +22,20 @@ from glowplug.core.facts.weight_classes import (
     WIDTH,
 )
 
-BLOCK = "model.layers.{layer}"  #: module path of a decoder layer
-ATTENTION = f"{BLOCK}.self_attn"
-MLP = f"{BLOCK}.mlp"
-EMBEDDING = "model.embed_tokens"
-HEAD = "lm_head"
+BLOCK = PUBLISHED.layer  #: module path of a decoder layer
+ATTENTION = PUBLISHED.within(PUBLISHED.attention)
+MLP = PUBLISHED.within(PUBLISHED.mlp)
 ROTARY = "rotary_emb.inv_freq"  #: ending of tensors in old checkpoints; not loaded, but computed
 
 
-def embeddings(model: ModelFacts) -> list[TensorSpec]:
+def embeddings(model: ModelFacts, names: DecoderNames = PUBLISHED) -> list[TensorSpec]:
     """Return the tensors of embedding, head and final norm; a tied head has none of its own."""
     size = (model.vocab_size, model.hidden_size)
-    split = Split("vocab_size", model.vocab_size, module=EMBEDDING)
-    norm = TensorSpec("model.norm.weight", WHOLE, model.hidden_size)
+    split = Split("vocab_size", model.vocab_size, module=names.embedding)
+    norm = TensorSpec(f"{names.norm}.weight", WHOLE, model.hidden_size)
     if is_tied(model):
-        return [TensorSpec(f"{EMBEDDING}.weight", TIED, *size, split=split), norm]
-    both = (EMBEDDING, HEAD)
+        return [TensorSpec(f"{names.embedding}.weight", TIED, *size, split=split), norm]
+    both = (names.embedding, names.head)
     return [*(TensorSpec(f"{name}.weight", VOCAB, *size, split=split) for name in both), norm]
 
 
@@ -45,16 +44,18 @@ def is_tied(model: ModelFacts) -> bool:
     return bool(model.config.get("tie_word_embeddings"))
 
 
-def unloaded(model: ModelFacts) -> tuple[str, ...]:
+def unloaded(model: ModelFacts, names: DecoderNames = PUBLISHED) -> tuple[str, ...]:
     """Return name endings of the checkpoint's tensors that are not loaded."""
-    return (ROTARY, f"{HEAD}.weight") if is_tied(model) else (ROTARY,)
+    return (ROTARY, f"{names.head}.weight") if is_tied(model) else (ROTARY,)
 
 
-def norms(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
+def norms(
+    model: ModelFacts, layers: Sequence[int], names: DecoderNames = PUBLISHED
+) -> list[TensorSpec]:
     """Return the tensors of the two norms of each decoder layer."""
     return [
-        TensorSpec(f"{BLOCK}.{name}.weight", WHOLE, model.hidden_size, layers=layers)
-        for name in ("input_layernorm", "post_attention_layernorm")
+        TensorSpec(f"{names.within(name)}.weight", WHOLE, model.hidden_size, layers=layers)
+        for name in names.norms
     ]
 
 
@@ -66,33 +67,64 @@ def gated_mlp(
     layers: Sequence[int],
     split: Split,
     experts: int = 1,
+    bias: bool = False,
+    matrices: tuple[str, str, str] = MATRICES,
 ) -> list[TensorSpec]:
-    """Return the three matrices of a gated feed-forward module.
+    """Return the three matrices of a gated feed-forward module, and their biases.
 
     Args:
         module: path of the module; for experts it contains "{expert}" for the number.
         width: intermediate size.
         split: how ranks split the intermediate size.
         experts: number of experts.
+        bias: the matrices have biases.
+        matrices: names of the gate, up and down projections.
     """
+    gate_name, up_name, down_name = matrices
     up = (width, model.hidden_size)
     down = (model.hidden_size, width)
     across = Split(split.dimension, split.size, split.unit, columns=True, module=split.module)
-    return [
+    found = [
         TensorSpec(f"{module}.{name}.weight", role, *size, layers, experts, True, cut)
         for name, size, cut in (
-            ("gate_proj", up, split),
-            ("up_proj", up, split),
-            ("down_proj", down, across),
+            (gate_name, up, split),
+            (up_name, up, split),
+            (down_name, down, across),
         )
+    ]
+    return [*found, *biases(found)] if bias else found
+
+
+def biases(weights: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Return the biases of ``weights``; every rank holds the whole bias of split columns."""
+    return [
+        TensorSpec(
+            f"{spec.module}.bias",
+            WHOLE if spec.split is not None and spec.split.columns else spec.role,
+            spec.rows,
+            layers=spec.layers,
+            experts=spec.experts,
+        )
+        for spec in weights
     ]
 
 
-def dense_mlp(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return the feed-forward matrices of ``layers``, which have no experts."""
+def dense_mlp(
+    model: ModelFacts,
+    layers: Sequence[int],
+    *,
+    bias: bool = False,
+    names: DecoderNames = PUBLISHED,
+) -> list[TensorSpec]:
+    """Return the feed-forward matrices of ``layers``, which have no experts.
+
+    ``bias``: the matrices have biases.
+    """
     width = dense_width(model)
-    split = Split("intermediate_size", width, module=MLP)
-    return gated_mlp(model, MLP, WIDTH, width, layers, split)
+    module = names.within(names.mlp)
+    split = Split("intermediate_size", width, module=module)
+    matrices = names.matrices
+    return gated_mlp(model, module, WIDTH, width, layers, split, bias=bias, matrices=matrices)
 
 
 def dense_width(model: ModelFacts) -> int:
@@ -100,7 +132,9 @@ def dense_width(model: ModelFacts) -> int:
     return stated(model, "intermediate_size", 4 * model.hidden_size)
 
 
-def output_projection(model: ModelFacts, layers: Sequence[int], value: int) -> TensorSpec:
+def output_projection(
+    model: ModelFacts, layers: Sequence[int], value: int, names: DecoderNames = PUBLISHED
+) -> TensorSpec:
     """Return the weight of attention's output projection.
 
     Args:
@@ -108,25 +142,27 @@ def output_projection(model: ModelFacts, layers: Sequence[int], value: int) -> T
     """
     size = (model.hidden_size, model.num_heads * value)
     split = Split("num_attention_heads", model.num_heads, value, columns=True)
-    return TensorSpec(
-        f"{ATTENTION}.o_proj.weight", HEADS, *size, layers, quantized=True, split=split
-    )
+    name = names.within(names.attention, names.projections[3])
+    return TensorSpec(f"{name}.weight", HEADS, *size, layers, quantized=True, split=split)
 
 
 def query_projection(
-    model: ModelFacts, layers: Sequence[int], inputs: int, name: str = "q_proj"
+    model: ModelFacts,
+    layers: Sequence[int],
+    inputs: int,
+    name: str = "",
+    names: DecoderNames = PUBLISHED,
 ) -> TensorSpec:
     """Return the weight of the projection to the queries of all heads.
 
     Args:
         inputs: number of input channels.
-        name: last part of the module's path.
+        name: last part of the module's path; "" for the projection to queries of ``names``.
     """
     split = Split("num_attention_heads", model.num_heads, model.head_dim)
     size = (model.num_heads * model.head_dim, inputs)
-    return TensorSpec(
-        f"{ATTENTION}.{name}.weight", HEADS, *size, layers, quantized=True, split=split
-    )
+    module = names.within(names.attention, name or names.projections[0])
+    return TensorSpec(f"{module}.weight", HEADS, *size, layers, quantized=True, split=split)
 
 
 def grouped_attention(
@@ -136,6 +172,7 @@ def grouped_attention(
     bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
+    names: DecoderNames = PUBLISHED,
 ) -> list[TensorSpec]:
     """Return the tensors of multi-head or grouped-query attention (``MhaAttention``).
 
@@ -144,52 +181,60 @@ def grouped_attention(
         out_bias: the output projection has a bias.
         qk_norm: there are norms of each head's query and key.
     """
-    vectors: list[tuple[str, str, int]] = []
-    keys = model.num_kv_heads * model.head_dim
-    if bias:
-        vectors.append(("q_proj.bias", HEADS, model.num_heads * model.head_dim))
-        vectors += [(f"{name}_proj.bias", KV_HEADS, keys) for name in ("k", "v")]
-    if out_bias:
-        vectors.append(("o_proj.bias", WHOLE, model.hidden_size))
-    if qk_norm:
-        vectors += [(f"{name}_norm.weight", WHOLE, model.head_dim) for name in ("q", "k")]
+    inputs = [
+        query_projection(model, layers, model.hidden_size, names=names),
+        *_keys_and_values(model, layers, names),
+    ]
+    output = output_projection(model, layers, model.head_dim, names)
+    vectors = [f"{names.within(names.attention, norm)}.weight" for norm in names.qk_norms]
     return [
-        query_projection(model, layers, model.hidden_size),
-        *_keys_and_values(model, layers),
-        output_projection(model, layers, model.head_dim),
+        *inputs,
+        output,
+        *biases([*(inputs if bias else ()), *([output] if out_bias else ())]),
         *(
-            TensorSpec(f"{ATTENTION}.{name}", role, size, layers=layers)
-            for name, role, size in vectors
+            TensorSpec(name, WHOLE, model.head_dim, layers=layers)
+            for name in (vectors if qk_norm else ())
         ),
     ]
 
 
-def _keys_and_values(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
+def _keys_and_values(
+    model: ModelFacts, layers: Sequence[int], names: DecoderNames
+) -> list[TensorSpec]:
     """Return the weights of the projections to keys and values."""
     size = (model.num_kv_heads * model.head_dim, model.hidden_size)
-    split = Split(
-        "num_key_value_heads", model.num_kv_heads, model.head_dim, module=f"{ATTENTION}.k_proj"
-    )
+    modules = [names.within(names.attention, name) for name in names.projections[1:3]]
+    split = Split("num_key_value_heads", model.num_kv_heads, model.head_dim, module=modules[0])
     return [
-        TensorSpec(f"{ATTENTION}.{name}.weight", KV_HEADS, *size, layers, 1, True, split)
-        for name in ("k_proj", "v_proj")
+        TensorSpec(f"{module}.weight", KV_HEADS, *size, layers, 1, True, split)
+        for module in modules
     ]
 
 
-def routed_experts(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return the tensors of gate and routed experts in ``layers``."""
+def routed_experts(
+    model: ModelFacts, layers: Sequence[int], names: DecoderNames = PUBLISHED
+) -> list[TensorSpec]:
+    """Return the tensors of router and routed experts in ``layers``."""
     width = stated(model, "moe_intermediate_size")
     count = model.n_routed_experts
-    split = Split("moe_intermediate_size", width, module=f"{MLP}.experts")
-    experts = f"{MLP}.experts.{{expert}}"
+    module = names.within(names.moe, names.experts)
+    router = names.within(names.moe, names.router)
+    split = Split("moe_intermediate_size", width, module=module)
+    experts = f"{module}.{{expert}}"
+    matrices = names.expert_matrices
     return [
-        TensorSpec(f"{MLP}.gate.weight", ROUTER, count, model.hidden_size, layers),
-        *gated_mlp(model, experts, EXPERTS, width, layers, split, count),
+        TensorSpec(f"{router}.weight", ROUTER, count, model.hidden_size, layers),
+        *gated_mlp(model, experts, EXPERTS, width, layers, split, count, matrices=matrices),
     ]
 
 
 def decoder_inventory(
-    model: ModelFacts, attention: Sequence[TensorSpec], routed: Sequence[bool] = ()
+    model: ModelFacts,
+    attention: Sequence[TensorSpec],
+    routed: Sequence[bool] = (),
+    *,
+    mlp_bias: bool = False,
+    names: DecoderNames = PUBLISHED,
 ) -> Inventory:
     """Return the tensors and sizes of a decoder without next-token layers.
 
@@ -197,15 +242,18 @@ def decoder_inventory(
         attention: the tensors of attention in all layers.
         routed: for each layer, whether it has routed experts in place of a dense feed-forward
             part; () for a model without experts.
+        mlp_bias: the matrices of dense feed-forward parts have biases.
+        names: names of the modules; ``attention`` has the same ones.
     """
     layers = range(model.num_layers)
     sparse = [layer for layer in layers if any(routed) and routed[layer]]
+    dense = [layer for layer in layers if layer not in sparse]
     tensors = (
         *attention,
-        *dense_mlp(model, [layer for layer in layers if layer not in sparse]),
-        *(routed_experts(model, sparse) if sparse else ()),
-        *norms(model, layers),
-        *embeddings(model),
+        *dense_mlp(model, dense, bias=mlp_bias, names=names),
+        *(routed_experts(model, sparse, names) if sparse else ()),
+        *norms(model, layers, names),
+        *embeddings(model, names),
     )
     sizes = LayerSizes(width=dense_width(model))
     if sparse:
@@ -215,4 +263,4 @@ def decoder_inventory(
             experts_per_token=stated(model, "num_experts_per_tok"),
             routed=tuple(routed),
         )
-    return Inventory(tensors, sizes, unloaded(model))
+    return Inventory(tensors, sizes, unloaded(model, names))

@@ -222,7 +222,7 @@ def count_stored(
 def count_online(
     model: ModelFacts,
     inventory: Inventory,
-    kept: Callable[[str, int, int], float],
+    kept: Callable[[str, str, int, int], float],
     roles: frozenset[str],
     prefix: str = LAYER_PREFIX,
 ) -> dict[WeightKind, int]:
@@ -231,14 +231,15 @@ def count_online(
     Args:
         model: facts of an unquantized model.
         inventory: the tensors of its family.
-        kept: function from module path, rows and columns to the bytes of the loaded weight.
+        kept: function from role, module path, rows and columns to the bytes of the loaded weight.
         roles: roles of the weights that are quantised.
         prefix: beginning of the names of layers' tensors (``ModelOffers.layer_prefix``).
     """
     found: dict[WeightKind, int] = {}
     for name, role, shape, draft, copies in _weights(model, inventory, prefix):
         count = math.prod(shape)
-        whole = kept(name.rpartition(".")[0], *shape) if role in roles and len(shape) == 2 else 0.0
+        matrix = role in roles and len(shape) == 2
+        whole = kept(role, name.rpartition(".")[0], *shape) if matrix else 0.0
         kind = WeightKind(role, whole / count, False, draft)
         found[kind] = found.get(kind, 0) + count * copies
     return found

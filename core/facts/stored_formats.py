@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
+from glowplug.core.facts.weight_classes import WHOLE
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class OnlineWeight:
         columns: number of columns in the checkpoint.
         element: bytes of an element in the compute dtype, for weights that are left alone.
         options: the scheme's own parsed options.
+        role: role of the weight, one of ``weight_classes``: names differ between families.
     """
 
     module: str
@@ -50,6 +52,7 @@ class OnlineWeight:
     columns: int
     element: int
     options: Any
+    role: str = WHOLE
 
 
 @dataclass(frozen=True)

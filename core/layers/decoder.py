@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glowplug.core.facts.decoder_names import PUBLISHED, DecoderNames
+from glowplug.core.facts.weight_classes import TARGET, next_token_layer
 from glowplug.core.layers.attention import MlaAttention
 from glowplug.core.layers.embedding import Embedding, LmHead, TiedHead
 from glowplug.core.layers.linear import Terms
@@ -33,17 +35,15 @@ class DecoderLayer(Module):
         eps: float,
         attention: MlaAttention | MhaAttention,
         feed_forward: Mlp | Moe,
+        names: DecoderNames = PUBLISHED,
     ) -> None:
         self.attention = attention
         self.feed_forward = feed_forward
         local = not context.parallel.moves_tokens or feed_forward.exchanges
-        self.input_norm = RmsNorm(context, f"{name}.input_layernorm", hidden, eps, attention)
+        first, second = names.norms
+        self.input_norm = RmsNorm(context, f"{name}.{first}", hidden, eps, attention)
         self.post_norm = RmsNorm(
-            context,
-            f"{name}.post_attention_layernorm",
-            hidden,
-            eps,
-            *([feed_forward] if local else []),
+            context, f"{name}.{second}", hidden, eps, *([feed_forward] if local else [])
         )
         self._parallel = None if local else context.parallel
 
@@ -133,13 +133,12 @@ class DecoderLayer(Module):
 class DecoderModel(Module):
     """Embedding, layers, final norm and head: a ``protocols.Model``.
 
-    Checkpoint names start with ``model.``; the head's name is ``lm_head``.
-
     Args:
         layers: function (context, name, number) -> decoder layer.
         rope: rotary embedding of all layers.
         eps: epsilon of the final norm.
         tied: True: the head's weight is the embedding's.
+        names: names of the modules in the checkpoint.
     """
 
     def __init__(
@@ -149,18 +148,22 @@ class DecoderModel(Module):
         rope: Rope,
         eps: float,
         tied: bool,
+        names: DecoderNames = PUBLISHED,
     ) -> None:
         facts = context.facts
         hidden = facts.hidden_size
         vocab = facts.vocab_size
-        self.embed = Embedding(context, "model.embed_tokens", vocab, hidden)
-        self.layers = [layers(context, f"model.layers.{i}", i) for i in range(facts.num_layers)]
-        self.norm = RmsNorm(context, "model.norm", hidden, eps)
+        self.names = names
+        self.embed = Embedding(context, names.embedding, vocab, hidden)
+        self.layers = [
+            layers(context, names.layer.format(layer=i), i) for i in range(facts.num_layers)
+        ]
+        self.norm = RmsNorm(context, names.norm, hidden, eps)
         self.rope = rope
         self.head = (
-            TiedHead(context, "lm_head", self.embed)
+            TiedHead(context, names.head, self.embed)
             if tied
-            else LmHead(context, "lm_head", vocab, hidden)
+            else LmHead(context, names.head, vocab, hidden)
         )
         self.num_layers = facts.num_layers
         self.tied = tied
@@ -263,14 +266,10 @@ class DecoderModel(Module):
         Such tensors are layers beyond the last (multi-token prediction), rotary tables, a tied
         head, and the experts of other ranks.
         """
-        if name.endswith("rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight"):
+        if name.endswith("rotary_emb.inv_freq") or (
+            self.tied and name == f"{self.names.head}.weight"
+        ):
             return True
         if name.rpartition(".")[0] in self._elsewhere:
             return True
-        parts = name.split(".")
-        return (
-            len(parts) > 3
-            and parts[:2] == ["model", "layers"]
-            and parts[2].isdigit()
-            and int(parts[2]) >= self.num_layers
-        )
+        return next_token_layer(name, self.num_layers, self.names.layer_prefix) != TARGET

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glowplug.core.facts.decoder_names import MATRICES
 from glowplug.core.layers.module import Module, Target
 from glowplug.core.protocols import RouteSettingReady, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
-from glowplug.core.protocols.quantization import EXPERT_NAMES
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,10 @@ class MoeSizes:
         topk_groups: groups from which experts are chosen; 1 without groups.
         renormalize: divide the chosen weights by their sum.
         scale: factor on the weights.
-        names: names of an expert's gate, up and down projections in the checkpoint.
+        names: names of an expert's gate, up and down projections in the checkpoint; those of the
+            shared expert have the same names.
+        router: name of the gate's module within the layer.
+        container: name of the module within the layer that holds the routed experts by number.
     """
 
     hidden: int
@@ -43,7 +46,9 @@ class MoeSizes:
     topk_groups: int = 1
     renormalize: bool = False
     scale: float = 1.0
-    names: tuple[str, str, str] = EXPERT_NAMES
+    names: tuple[str, str, str] = MATRICES
+    router: str = "gate"
+    container: str = "experts"
 
 
 class Gate(Module):

@@ -155,6 +155,8 @@ class Linear(Module):
         return self._shard(part.role, part, part.rows, part.unit)
 
     def _scheme(self, part: Part) -> QuantizationScheme:
+        if part.role == "vocab" and self._context.online:
+            return self._context.plain  # the plan counts the head in the compute dtype
         return self._context.scheme_for(part.name, part.rows, self._inputs)
 
     def _shard(self, role: str, part: Part, full: int, unit: int) -> Shard:

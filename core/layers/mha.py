@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from glowplug.core.facts.decoder_names import PUBLISHED, DecoderNames
 from glowplug.core.layers.attention import output_projection
 from glowplug.core.layers.linear import Linear, Part, Terms
 from glowplug.core.layers.module import Module
@@ -32,28 +34,31 @@ class MhaAttention(Module):
         out_bias: bool | None = None,
         qk_norm_eps: float | None = None,
         inputs: int | None = None,
+        names: DecoderNames = PUBLISHED,
     ) -> None:
         """Build the projections.
 
         Args:
             bias: the projections to queries, keys and values have biases.
             out_bias: the output projection has a bias; None: as ``bias`` states.
-            qk_norm_eps: epsilon of RMS norms of each head's query and key before RoPE, whose
-                weights are ``q_norm`` and ``k_norm``; None: no norms.
+            qk_norm_eps: epsilon of RMS norms of each head's query and key before RoPE; None: no
+                norms.
             inputs: size of the layer's input, None for ``hidden``.
+            names: ``projections`` and ``qk_norms`` name the modules in the checkpoint.
         """
         self.index = index
         self.scale = scale
         self.head_dim = head_dim
         self._bind(context)
-        parts = _grouped_parts(context, name, heads, kv_heads, head_dim, bias)
+        paths = _paths(name, names)
+        parts = _grouped_parts(context, paths, heads, kv_heads, head_dim, bias)
         self.qkv = Linear(context, f"{name}.qkv_proj", inputs or hidden, parts)
         self._split = [size // head_dim for size in self.qkv.outputs]
         self.heads, self.kv_heads = self._split[:2]
         biased = bias if out_bias is None else out_bias
-        self.o_proj = output_projection(context, f"{name}.o_proj", heads, head_dim, hidden, biased)
+        self.o_proj = output_projection(context, paths[3], heads, head_dim, hidden, biased)
         self.input_format = self.qkv.input_format
-        self._norms = _norms(context, name, head_dim, qk_norm_eps)
+        self._norms = _norms(context, paths[4:], head_dim, qk_norm_eps)
 
     def _bind(self, context: BuildContext) -> None:
         """Bind the functions that ``forward`` calls."""
@@ -99,11 +104,18 @@ class MhaAttention(Module):
         return self._mha(q, k, v, self)
 
 
-def _norms(context: BuildContext, name: str, head_dim: int, eps: float | None) -> list[RmsNorm]:
+def _paths(name: str, names: DecoderNames) -> list[str]:
+    """Return the module paths of the four projections, then of the norms of queries and keys."""
+    return [f"{name}.{part}" for part in (*names.projections, *names.qk_norms)]
+
+
+def _norms(
+    context: BuildContext, names: Sequence[str], head_dim: int, eps: float | None
+) -> list[RmsNorm]:
     """Return the norms of queries and of keys; none without ``eps``."""
     if eps is None:
         return []
-    return [RmsNorm(context, f"{name}.{part}_norm", head_dim, eps) for part in ("q", "k")]
+    return [RmsNorm(context, name, head_dim, eps) for name in names]
 
 
 def _by_head(norm: RmsNorm, x: Tensor) -> Tensor:
@@ -113,17 +125,24 @@ def _by_head(norm: RmsNorm, x: Tensor) -> Tensor:
 
 
 def _grouped_parts(
-    context: BuildContext, name: str, heads: int, kv_heads: int, head_dim: int, bias: bool
+    context: BuildContext,
+    names: Sequence[str],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    bias: bool,
 ) -> list[Part]:
-    """Return the parts of the projection to queries, keys and values of grouped-query attention."""
-    shard = context.parallel.shard("heads", f"{name}.q_proj", heads)
+    """Return the parts of the projection to queries, keys and values of grouped-query attention.
+
+    Args:
+        names: module paths of the projections, those to queries, keys and values first.
+    """
+    query, key, value = names[:3]
+    shard = context.parallel.shard("heads", query, heads)
     held = kv_heads_of(shard.start, shard.size, heads, kv_heads)
     return [
-        Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias),
-        *(
-            Part(f"{name}.{part}_proj", kv_heads * head_dim, "heads", head_dim, bias, held)
-            for part in ("k", "v")
-        ),
+        Part(query, heads * head_dim, "heads", head_dim, bias),
+        *(Part(name, kv_heads * head_dim, "heads", head_dim, bias, held) for name in (key, value)),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from glowplug.core.facts.decoder_names import MATRICES
 from glowplug.core.layers.linear import Linear, Part, Terms, producer
 from glowplug.core.layers.module import Module
 from glowplug.core.protocols.build_context import BuildContext
@@ -19,6 +20,7 @@ class Mlp(Module):
         width: intermediate size.
         bias: True: all three projections have biases.
         reduce: True: sum partial results over the ranks; False: the caller does.
+        matrices: names of the gate, up and down projections in the checkpoint.
         sums_in_norm: True: the sum may be left to a norm that follows; False: none follows.
     """
 
@@ -34,21 +36,23 @@ class Mlp(Module):
         bias: bool = False,
         reduce: bool = True,
         sums_in_norm: bool = True,
+        matrices: tuple[str, str, str] = MATRICES,
     ) -> None:
+        gate, up, down = matrices
         self.gate_up = Linear(
             context,
             f"{name}.gate_up_proj",
             hidden,
             [
-                Part(f"{name}.gate_proj", width, bias=bias),
-                Part(f"{name}.up_proj", width, bias=bias),
+                Part(f"{name}.{gate}", width, bias=bias),
+                Part(f"{name}.{up}", width, bias=bias),
             ],
         )
         self.down = Linear(
             context,
-            f"{name}.down_proj",
+            f"{name}.{down}",
             width,
-            [Part(f"{name}.down_proj", hidden, "replicated", bias=bias)],
+            [Part(f"{name}.{down}", hidden, "replicated", bias=bias)],
             input_role="row",
             reduce=reduce,
         )

@@ -38,7 +38,7 @@ class Experts(Module):
     """The routed experts of this rank.
 
     Args:
-        name: module path up to "experts".
+        name: module path of the routed experts, up to their numbers.
         sizes: sizes of the layer.
         fused_shared: number of further experts that hold the fused shared expert; 0: not fused.
         shared_name: module path of the shared expert.
@@ -123,7 +123,7 @@ class Moe(Module):
 
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         self._collectives = context.collectives
-        self.gate = Gate(context, f"{name}.gate", sizes)
+        self.gate = Gate(context, f"{name}.{sizes.router}", sizes)
         self._set_exchange(context, name, sizes)
         # the ids of a fused shared expert are beyond those that a strategy selects from
         fused_shared = 0 if self._select else self._fused_shared_count(context, name, sizes)
@@ -132,7 +132,7 @@ class Moe(Module):
         separate = sizes.shared > 0 and not fused_shared
         self.experts = Experts(
             context,
-            f"{name}.experts",
+            f"{name}.{sizes.container}",
             sizes,
             fused_shared,
             shared_name if fused_shared else "",
@@ -140,7 +140,14 @@ class Moe(Module):
         )
         self.shared: Mlp | None = None
         if separate:
-            self.shared = Mlp(context, shared_name, sizes.hidden, sizes.shared, reduce=False)
+            self.shared = Mlp(
+                context,
+                shared_name,
+                sizes.hidden,
+                sizes.shared,
+                reduce=False,
+                matrices=sizes.names,
+            )
         # NOTE: experts that start before the gate has chosen could not wait for masked ids
         early = fused_shared > 0 and self.gate.sets_ready and not context.parallel.moves_tokens
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
@@ -176,13 +183,14 @@ class Moe(Module):
     @staticmethod
     def _fused_shared_count(context: BuildContext, name: str, sizes: MoeSizes) -> int:
         """Return the number of further experts that hold the shared expert; 0: it is not fused."""
-        scheme = context.scheme_for(f"{name}.experts.0.{sizes.names[0]}", sizes.width, sizes.hidden)
+        first = f"{name}.{sizes.container}.0.{sizes.names[0]}"
+        scheme = context.scheme_for(first, sizes.width, sizes.hidden)
+        shared = f"{name}.shared_experts.{sizes.names[0]}"
         together = (
             context.ops.route is not None
             and Moe._split_alike(context, name, sizes, scheme.block)
             and scheme.fused_shared
-            and scheme
-            is context.scheme_for(f"{name}.shared_experts.gate_proj", sizes.shared, sizes.hidden)
+            and scheme is context.scheme_for(shared, sizes.shared, sizes.hidden)
         )
         return sizes.shared // sizes.width if together and sizes.shared % sizes.width == 0 else 0
 
@@ -190,9 +198,11 @@ class Moe(Module):
     def _split_alike(context: BuildContext, name: str, sizes: MoeSizes, block: int) -> bool:
         """Return whether ranks split routed experts and the shared expert in the same way."""
         parallel = context.parallel
-        held = parallel.shard("experts", f"{name}.experts", sizes.experts)
-        width = parallel.shard("expert_width", f"{name}.experts", sizes.width, block)
-        column = parallel.shard("column", f"{name}.shared_experts.gate_proj", sizes.shared, block)
+        experts = f"{name}.{sizes.container}"
+        shared = f"{name}.shared_experts.{sizes.names[0]}"
+        held = parallel.shard("experts", experts, sizes.experts)
+        width = parallel.shard("expert_width", experts, sizes.width, block)
+        column = parallel.shard("column", shared, sizes.shared, block)
         return (
             held.size == held.full
             and (width.parts, width.parts > 1 and width.axis)

@@ -110,7 +110,7 @@ def complete(
 def online_elements(
     facts: ModelFacts,
     models: Sequence[Registration],
-    kept: Callable[[str, int, int], float],
+    kept: Callable[[str, str, int, int], float],
     roles: frozenset[str],
 ) -> Tally:
     """Return the element counts of an unquantized model that is quantised while loading.

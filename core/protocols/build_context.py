@@ -45,6 +45,8 @@ class BuildContext:
             step's tokens.
         first_layer: KV-pool number of this model's first layer; a draft model's layers follow the
             target's.
+        online: ``scheme`` quantises weights while loading. The scheme of the output head is then
+            ``plain``, whatever name the head has.
         spare: number of positions beyond ``context`` that steps may touch. The results of tokens
             at these positions are dropped.
     """
@@ -63,6 +65,7 @@ class BuildContext:
     draft_extend: DraftExtend = field(default_factory=DraftExtend)
     first_layer: int = 0
     spare: int = 0
+    online: bool = False
 
     @property
     def sums_in_norm(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from glowplug.core.facts.decoder_names import MATRICES
 from glowplug.core.protocols.weights import WeightTarget
 
 if TYPE_CHECKING:
@@ -42,10 +43,6 @@ class LinearShape:
     wide: bool = False
 
 
-#: names of an expert's gate, up and down projections in most checkpoints
-EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
-
-
 @dataclass(frozen=True)
 class ExpertsShape:
     """The shape of a layer's routed experts on this rank.
@@ -53,7 +50,7 @@ class ExpertsShape:
     Gate and up projections are fused: w13 [E, 2 * inter, hidden], w2 [E, hidden, inter].
 
     Attributes:
-        prefix: module path up to "experts"; the names of matrices in the checkpoint are
+        prefix: module path of the experts, up to their numbers; the matrices in the checkpoint are
             ``{prefix}.{expert}.{name}.weight`` for the ``names``.
         count: number of experts held on this rank.
         first: number of the first expert held; the rank holds ``first`` to ``first + count``, the
@@ -85,7 +82,7 @@ class ExpertsShape:
     shared_prefix: str = ""
     parts: bool = False
     held: tuple[int, ...] | None = None
-    names: tuple[str, str, str] = EXPERT_NAMES
+    names: tuple[str, str, str] = MATRICES
 
     @property
     def numbers(self) -> Sequence[int]:

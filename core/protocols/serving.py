@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -94,6 +94,18 @@ class EngineHandle(Protocol):
 
         Raises:
             RequestError: the engine runs without a tokenizer.
+        """
+        ...
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the token ids of a conversation by the model's chat template.
+
+        Args:
+            messages: dicts with "role" and "content", as OpenAI's chat API has them. A last message
+                of the assistant is continued; otherwise the prompt ends with the beginning of one.
+
+        Raises:
+            RequestError: the engine runs without a tokenizer, or the template failed.
         """
         ...
 

@@ -37,6 +37,7 @@ from glowplug.core.startup.components import (
     draft_extend_of,
     make_worker,
     plain_scheme,
+    quantizes_online,
 )
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
 from glowplug.core.startup.grammars import rank_grammars
@@ -89,6 +90,7 @@ def build_context(
         ops=components["ops"],
         draft_extend=draft_extend_of(plan),
         spare=plan.sizes.positions - plan.sizes.context_length,
+        online=quantizes_online(plan, plugins, facts),
     )
 
 

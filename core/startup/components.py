@@ -7,6 +7,7 @@ from typing import Any
 from glowplug.core.errors import GlowplugError, PluginLoadError
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.facts.mesh import coordinates
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.loading import (
@@ -136,6 +137,17 @@ def plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> Quanti
             scheme: QuantizationScheme = build_component(plugins, choice, plan, worker)
             return scheme
     raise GlowplugError("no registered quantization scheme reads unquantized weights")
+
+
+def quantizes_online(plan: EnginePlan, plugins: PluginSet, facts: ModelFacts | None) -> bool:
+    """Return whether the plan's scheme quantizes a model's weights while loading.
+
+    ``facts``: facts of the model; None for those of the plan's model.
+    """
+    found = plugins.find("quantization", plan.choice("quantization").name)
+    offers = found.component.offers if found is not None else None
+    unquantized = (facts or plan.facts.model).quant_method == "none"
+    return isinstance(offers, QuantizationOffers) and offers.online and unquantized
 
 
 def check_kv_layout(plan: EnginePlan, layout: KVLayout) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from importlib.util import find_spec
 from typing import Any
@@ -20,8 +20,10 @@ from glowplug.core.plugin.loading import PluginSource, failed
 from glowplug.core.protocols import OutputPart
 from glowplug.core.step.messages import Stats
 from glowplug.core.step.request import DEFAULT_ADMISSION, Admission, SamplingParams
+from glowplug.entrypoints.front.chat.turn import Turn
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.errors import from_exception
+from glowplug.entrypoints.server.generate import prompts
 from glowplug.entrypoints.server.transport import auth
 
 Act = Callable[[], Awaitable[None]]
@@ -99,6 +101,11 @@ class ServerHandle:
             raise RequestError("this engine runs without a tokenizer: send token ids")
         return list(await asyncio.to_thread(tokenizer.encode, text))
 
+    async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        prefilled = bool(messages) and messages[-1].get("role") == "assistant"
+        turn = Turn(messages, add_generation_prompt=not prefilled, continue_final_message=prefilled)
+        return (await prompts.of_turn(self._context, turn)).ids
+
     def stats(self) -> Stats:
         return self._context.client.stats()
 
@@ -161,13 +168,17 @@ class RouteChecks:
         """
         routes = auth.leaf_routes(self._app)
         added = [route for route in routes if route not in self._known]
-        fault = auth.unguarded(added) or clash(self._known, added) or missing_package(added)
+        fault = (
+            auth.unguarded(leaf.route for leaf in added)
+            or clash(self._known, added)
+            or missing_package(added)
+        )
         if fault:
             raise failed(source, fault, "extend_app")
         self._known = routes
 
 
-def clash(own: Iterable[BaseRoute], added: Iterable[BaseRoute]) -> str:
+def clash(own: Iterable[auth.LeafRoute], added: Iterable[auth.LeafRoute]) -> str:
     """Return which of the ``added`` routes has the method and path of another; "" if none has.
 
     Args:
@@ -175,13 +186,13 @@ def clash(own: Iterable[BaseRoute], added: Iterable[BaseRoute]) -> str:
         added: the routes of a plugin.
     """
     taken: dict[tuple[str, str], Any] = {}
-    for route in (*own, *added):
+    for route, path in (*own, *added):
         for method in methods(route):
             assert isinstance(route, APIRoute | APIWebSocketRoute)
-            first = taken.setdefault((method, route.path), route.endpoint)
+            first = taken.setdefault((method, path), route.endpoint)
             if first is not route.endpoint:
                 return (
-                    f"{method} {route.path} of {route.endpoint.__module__} clashes with the route "
+                    f"{method} {path} of {route.endpoint.__module__} clashes with the route "
                     f"of {first.__module__}: give it another path"
                 )
     return ""
@@ -196,15 +207,15 @@ def methods(route: BaseRoute) -> Iterable[str]:
 
 def serves_websockets(app: FastAPI) -> bool:
     """Return whether the app has a websocket route."""
-    return any(isinstance(route, APIWebSocketRoute) for route in auth.leaf_routes(app))
+    return any(isinstance(leaf.route, APIWebSocketRoute) for leaf in auth.leaf_routes(app))
 
 
-def missing_package(added: Iterable[BaseRoute]) -> str:
+def missing_package(added: Iterable[auth.LeafRoute]) -> str:
     """Return why a websocket route cannot be served; "" if there is none or it can be."""
-    for route in added:
+    for route, path in added:
         if isinstance(route, APIWebSocketRoute) and not any(map(find_spec, WEBSOCKET_PACKAGES)):
             return (
-                f"the websocket route {route.path} needs one of the packages "
+                f"the websocket route {path} needs one of the packages "
                 f"{' and '.join(WEBSOCKET_PACKAGES)}: pip install 'glowplug[websockets]'"
             )
     return ""

@@ -9,6 +9,7 @@ from glowplug.core.facts.decoder_tensors import (
     ATTENTION,
     BLOCK,
     MLP,
+    biases,
     dense_mlp,
     dense_width,
     embeddings,
@@ -49,7 +50,7 @@ def deepseek_inventory(model: ModelFacts) -> Inventory:
     return Inventory(
         (
             *_attention(model, layers),
-            *dense_mlp(model, dense),
+            *dense_mlp(model, dense, bias=bool(model.config.get("mlp_bias"))),
             *(_experts(model, experts) if experts else ()),
             *norms(model, layers),
             *_nextn(model, layers[target:]),
@@ -69,13 +70,20 @@ def deepseek_inventory(model: ModelFacts) -> Inventory:
 
 
 def _attention(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return the projections and norms of latent attention in ``layers``."""
+    """Return the projections and norms of latent attention in ``layers``.
+
+    ``attention_bias`` of config.json stands for biases of the projections to latents and of the
+    output projection.
+    """
     value = stated(model, "v_head_dim") or model.head_dim
     up = model.head_dim - model.qk_rope_head_dim + value
     rank = model.kv_lora_rank
+    down = _down(model, layers, "kv_a_proj_with_mqa", rank + model.qk_rope_head_dim)
+    output = output_projection(model, layers, value)
     return [
         *_queries(model, layers),
-        _down(model, layers, "kv_a_proj_with_mqa", rank + model.qk_rope_head_dim),
+        down,
+        *(biases([down, output]) if model.config.get("attention_bias") else ()),
         TensorSpec(f"{ATTENTION}.kv_a_layernorm.weight", WHOLE, rank, layers=layers),
         TensorSpec(
             f"{ATTENTION}.kv_b_proj.weight",
@@ -86,7 +94,7 @@ def _attention(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
             quantized=True,
             split=Split("num_attention_heads", model.num_heads, up),
         ),
-        output_projection(model, layers, value),
+        output,
     ]
 
 
@@ -95,8 +103,10 @@ def _queries(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
     rank = stated(model, "q_lora_rank")
     if not rank:
         return [query_projection(model, layers, model.hidden_size)]
+    down = _down(model, layers, "q_a_proj", rank)
     return [
-        _down(model, layers, "q_a_proj", rank),
+        down,
+        *(biases([down]) if model.config.get("attention_bias") else ()),
         TensorSpec(f"{ATTENTION}.q_a_layernorm.weight", WHOLE, rank, layers=layers),
         query_projection(model, layers, rank, "q_b_proj"),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from glowplug.core.facts.decoder_tensors import ROTARY, dense_width, gated_mlp
+from glowplug.core.facts.decoder_tensors import ROTARY, biases, dense_width, gated_mlp
 from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
 from glowplug.core.facts.layer_sizes import LayerSizes
 from glowplug.core.facts.model_facts import ModelFacts, stated
@@ -19,10 +19,14 @@ def head_inventory(model: ModelFacts) -> Inventory:
     width = dense_width(model)
     mlp = f"{config.layer}.mlp"
     latent = model.kind == "mla"
+    attention = (_latent if latent else _grouped)(model, module, inputs)
+    split = Split("intermediate_size", width, module=mlp)
+    mlp_bias = bool(model.config.get("mlp_bias"))
     return Inventory(
         (
-            *(_latent if latent else _grouped)(model, module, inputs),
-            *gated_mlp(model, mlp, WIDTH, width, (), Split("intermediate_size", width, module=mlp)),
+            *attention,
+            *(biases(_biased(attention, latent)) if model.config.get("attention_bias") else ()),
+            *gated_mlp(model, mlp, WIDTH, width, (), split, bias=mlp_bias),
             *_outer(model, config),
         ),
         LayerSizes(
@@ -33,6 +37,19 @@ def head_inventory(model: ModelFacts) -> Inventory:
         ),
         (ROTARY, OFFSETS, TARGET_MASK, *(() if config.own_head else ("lm_head.weight",))),
     )
+
+
+def _biased(attention: list[TensorSpec], latent: bool) -> list[TensorSpec]:
+    """Return the projections that have biases with ``attention_bias`` of config.json.
+
+    In latent attention they are those to latents, which every rank holds, and the output
+    projection, whose columns are split.
+    """
+    return [
+        spec
+        for spec in attention
+        if spec.columns and (not latent or spec.split is None or spec.split.columns)
+    ]
 
 
 def _outer(model: ModelFacts, config: EagleConfig) -> list[TensorSpec]:

@@ -27,6 +27,7 @@ SUITES = {
     "hermes": "parser",
     "int4": "quantization",
     "lines": "speculative",
+    "messages": None,
     "ngram": "speculative",
     "qwen": "models",
     "surface": None,

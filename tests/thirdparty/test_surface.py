@@ -106,21 +106,46 @@ async def nothing() -> dict[str, str]:
     return {}
 
 
-def test_a_route_that_another_one_hides_is_refused() -> None:
-    class Plugin:
-        @hookimpl
-        def extend_app(self, app: Any) -> None:
-            router = APIRouter()
-            router.add_api_route("/v1/models", nothing)
-            app.include_router(router)
+async def something() -> dict[str, str]:
+    return {"has": "content"}
 
+
+class Routers:
+    """A plugin of routers, each with one route, under prefixes."""
+
+    def __init__(self, *routes: tuple[str, str, Any]) -> None:
+        self._routes = routes
+
+    @hookimpl
+    def extend_app(self, app: Any) -> None:
+        for prefix, path, endpoint in self._routes:
+            router = APIRouter()
+            router.add_api_route(path, endpoint)
+            app.include_router(router, prefix=prefix)
+
+
+@pytest.mark.parametrize(("prefix", "path"), [("", "/v1/models"), ("/v1", "/models")])
+def test_a_route_that_another_one_hides_is_refused(prefix: str, path: str) -> None:
     from glowplug.entrypoints.front.client import EngineClient
     from glowplug.entrypoints.server.app import create_app
     from tests.e2e.fake_engine import make_plan
 
     plan = make_plan()
     with pytest.raises(PluginLoadError, match=r"GET /v1/models of tests.thirdparty.test_surface"):
-        create_app(plan, EngineClient(plan, None, ()), None, (), with_plugin(Plugin()))
+        create_app(
+            plan,
+            EngineClient(plan, None, ()),
+            None,
+            (),
+            with_plugin(Routers((prefix, path, nothing))),
+        )
+
+
+def test_routers_may_have_the_same_paths_under_other_prefixes() -> None:
+    plugin = Routers(("/one", "/load", nothing), ("/two", "/load", something))
+    with served(plugins=with_plugin(plugin)) as one:
+        found = [HTTP.get(one.url + path).json() for path in ("/one/load", "/two/load")]
+    assert found == [{}, {"has": "content"}]
 
 
 def test_a_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:

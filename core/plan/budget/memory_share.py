@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
@@ -133,7 +133,7 @@ def _draft_line(proposal: Proposal, own: Tally, storage: Storage) -> BudgetLine:
     model = proposal.facts.draft or proposal.facts.model
     elements = own if proposal.facts.draft is None else proposal.draft_elements
     if proposal.speculative is not None and not proposal.speculative.offers.nextn_layer:
-        storage = replace(storage, online=0)  # heads stay unquantised
+        # heads stay unquantised
         return _weight_line(proposal, WEIGHT_LINES[1], model, elements, storage)
     if proposal.facts.draft is not None:
         elements = _elements(proposal, model, elements)
@@ -145,12 +145,10 @@ def _storage(proposal: Proposal) -> Storage:
     """Return the form in which the weights of the proposal's model are kept."""
     scheme = proposal.quantization
     assert scheme is not None
-    each = scheme.offers.online_bytes
     return Storage(
         compute=DTYPE_BYTES[proposal.values.dtype],
         keeps=not scheme.options.dequantizes(proposal.values.device, scheme.offers),
         copies_latent=proposal.values.device == "cpu",
-        online=0 if callable(each) or not _quantises(proposal) else each,
     )
 
 
@@ -164,22 +162,27 @@ def _quantises(proposal: Proposal) -> bool:
 def _elements(proposal: Proposal, model: ModelFacts, stored: Tally) -> Tally:
     """Return a model's element counts by kind.
 
-    They are counted anew if the scheme declares the bytes of each weight that it quantises.
+    They are counted anew if the scheme quantises the model while loading: matrices then have the
+    bytes that the scheme declares, and vectors those of the compute dtype. A number of bytes per
+    element applies to all matrices but projections to latents.
 
     Args:
         model: the model, or the draft of a folder of its own.
         stored: element counts of its checkpoint.
     """
     scheme = proposal.quantization
-    each = scheme.offers.online_bytes if scheme is not None and _quantises(proposal) else 0
-    if scheme is None or not callable(each) or model.quant_method != "none":
+    if scheme is None or not _quantises(proposal) or model.quant_method != "none":
         return stored
+    each = scheme.offers.online_bytes
     element = DTYPE_BYTES[proposal.values.dtype]
 
-    def kept(module: str, rows: int, columns: int) -> float:
-        return each(OnlineWeight(module, rows, columns, element, scheme.options))
+    def kept(role: str, module: str, rows: int, columns: int) -> float:
+        if callable(each):
+            return each(OnlineWeight(module, rows, columns, element, scheme.options, role))
+        return rows * columns * each
 
-    return online_elements(model, proposal.plugins.components("model"), kept, QUANTISED | {WHOLE})
+    roles = QUANTISED | {WHOLE} if callable(each) else QUANTISED
+    return online_elements(model, proposal.plugins.components("model"), kept, roles)
 
 
 def _weight_line(

@@ -39,14 +39,11 @@ class Storage:
         keeps: quantised weights stay quantised.
         copies_latent: a second copy of the latent's up-projection is kept (a CPU lays it out for
             absorption).
-        online: bytes of an element that is quantised while loading; 0 if no weight is. The
-            projections to the latents then count as not quantised.
     """
 
     compute: int
     keeps: bool
     copies_latent: bool
-    online: int = 0
 
 
 def weights_by_rank(
@@ -103,8 +100,6 @@ def number_bytes(kind: WeightKind, storage: Storage) -> float:
     if kind.scale:
         return kind.kept if storage.keeps else 0
     kept = kind.kept if kind.kept and storage.keeps else storage.compute
-    if storage.online and storage.keeps and kind.role in QUANTISED:
-        kept = storage.online
     if kind.role == ROUTER:
         return 4
     if kind.role == TIED:

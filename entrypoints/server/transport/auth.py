@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable
 from secrets import compare_digest
+from typing import NamedTuple
 
 from fastapi import FastAPI, routing
 from fastapi.routing import APIRoute, APIWebSocketRoute
@@ -113,7 +114,7 @@ def require_guarded(app: FastAPI) -> None:
     Raises:
         PluginLoadError: a route is not covered (a mounted app or a bare Starlette route).
     """
-    fault = unguarded(leaf_routes(app))
+    fault = unguarded(leaf.route for leaf in leaf_routes(app))
     if fault:
         raise PluginLoadError(fault)
 
@@ -132,14 +133,23 @@ def unguarded(routes: Iterable[BaseRoute]) -> str:
     return ""
 
 
-def leaf_routes(app: FastAPI) -> list[BaseRoute]:
+class LeafRoute(NamedTuple):
+    """A route and its path, with the prefixes of the routers that include it."""
+
+    route: BaseRoute
+    path: str
+
+
+def leaf_routes(app: FastAPI) -> list[LeafRoute]:
     """Return every route of ``app``, including those of included routers.
 
-    Newer versions of FastAPI keep an included router as one route.
+    Newer versions of FastAPI keep an included router as one route, whose own routes lack its
+    prefix.
     """
     iterate = getattr(routing, "iter_route_contexts", None)
-    return (
-        list(app.routes)
+    found = (
+        ((route, getattr(route, "path", "")) for route in app.routes)
         if iterate is None
-        else [found.original_route for found in iterate(app.routes)]
+        else ((one.original_route, one.path or "") for one in iterate(app.routes))
     )
+    return [LeafRoute(*one) for one in found]

@@ -12,7 +12,6 @@ from torch import Tensor
 from glowplug.core.layers.module import Target, part_of
 from glowplug.core.layers.slices import expert_slices
 from glowplug.core.protocols import ExpertsShape, Parts, Quantized, WeightTarget
-from glowplug.core.protocols.quantization import EXPERT_NAMES
 from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.moe import experts as moe_experts
 from glowplug.kernels.moe.gemm import Early
@@ -36,10 +35,10 @@ def shared_slices(shape: ExpertsShape) -> Iterator[SharedSlice]:
         return
     width = shape.fused_shared * shape.inter_full
     part = part_of(shape.fused_shared * shape.inter_start, shape.fused_shared * shape.inter, width)
-    for half, name in enumerate(EXPERT_NAMES[:2]):
+    for half, name in enumerate(shape.names[:2]):
         rows = slice(half * shape.inter, (half + 1) * shape.inter)
         yield f"{shape.shared_prefix}.{name}", (width, shape.hidden), (part, ALL), rows
-    yield f"{shape.shared_prefix}.down_proj", (shape.hidden, width), (ALL, part), None
+    yield f"{shape.shared_prefix}.{shape.names[2]}", (shape.hidden, width), (ALL, part), None
 
 
 class CudaExperts:

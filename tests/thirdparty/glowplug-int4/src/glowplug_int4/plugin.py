@@ -13,6 +13,7 @@ from glowplug.core.api import (
     QuantizationOffers,
     QuantizationOptions,
     hookimpl,
+    weight_classes,
 )
 
 
@@ -21,19 +22,14 @@ class Int4Options(QuantizationOptions):
     group: int = Field(32, ge=2, multiple_of=2, description="inputs that share a scale")
 
 
-def fits(module: str, columns: int, group: int) -> bool:
-    """Return whether a module is quantised: its inputs are whole groups.
-
-    Experts and the head are left alone.
-    """
-    return columns % group == 0 and ".experts." not in module and module != "lm_head"
-
-
 def online_bytes(weight: OnlineWeight) -> float:
-    """Return the bytes of a loaded weight: half a byte per element, and float16 scales."""
+    """Return the bytes of a loaded weight: half a byte per element, and float16 scales.
+
+    Experts, and weights whose inputs are not whole groups, are left alone.
+    """
     elements = weight.rows * weight.columns
     group = weight.options.group
-    if not fits(weight.module, weight.columns, group):
+    if weight.role == weight_classes.EXPERTS or weight.columns % group:
         return elements * weight.element
     return elements / 2 + 2 * elements / group
 

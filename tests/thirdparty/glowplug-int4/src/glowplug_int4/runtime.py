@@ -20,7 +20,7 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug_int4.plugin import Int4Options, fits
+from glowplug_int4.plugin import Int4Options
 
 
 class Int4Groups:
@@ -34,7 +34,7 @@ class Int4Groups:
         self.block = 1
 
     def covers(self, module: str, rows: int, columns: int) -> bool:
-        return fits(module, columns, self._group)
+        return columns % self._group == 0
 
     def linear(self, shape: LinearShape) -> LinearMethod | None:
         if shape.inputs % self._group or shape.col_start % self._group:

@@ -1,0 +1,1 @@
+"""A chat route with a stream of events, and a command that uses it: a plugin for glowplug."""
