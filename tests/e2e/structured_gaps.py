@@ -106,12 +106,14 @@ def memory(process: psutil.Process) -> int:
 def gaps(library: str, pairs: int) -> dict[str, Any]:
     """Measure ``pairs`` pairs, each with a new server, which has seen no grammar before."""
     rows: list[dict[str, Any]] = []
+    seconds: list[float] = []  # of each hostile grammar in the pair before
     for number in range(pairs):
         with tempfile.TemporaryDirectory() as folder:
             server = Server(Path(folder), "--grammar-backend", library, "--disable-radix-cache")
             try:
                 server.ready()
-                rows.append(one_pair(server, number % 2 == 0))
+                row, seconds = one_pair(server, seconds if number % 2 else [])
+                rows.append(row)
             finally:
                 server.process.terminate()
                 server.process.wait()
@@ -120,19 +122,23 @@ def gaps(library: str, pairs: int) -> dict[str, Any]:
     return {"p99_ratio": round(median(ratios), 3), "pairs": rows}
 
 
-def one_pair(server: Server, hostile_first: bool) -> dict[str, Any]:
-    """Return the figures of a pair, and the growth of memory after each round of the grammars."""
+def one_pair(server: Server, before: list[float]) -> tuple[dict[str, Any], list[float]]:
+    """Return the figures of a pair with the growth of memory, and the seconds of each grammar.
+
+    Args:
+        before: seconds between the harmless requests if these come first; []: they come second.
+    """
     process = psutil.Process(server.process.pid)
     assert post(server.url, {"regex": "[ab]{3}"}).status_code == 200  # starts the workers
     start = memory(process)
-    plain = [] if hostile_first else harmless_half(server.url, [1.0] * len(HOSTILE))
+    plain = harmless_half(server.url, before) if before else []
     hostile, seconds, statuses = hostile_half(server.url)
     grown = [memory(process) - start]
     plain = plain or harmless_half(server.url, seconds)
     for _ in range(2):
         hostile_half(server.url)
         grown.append(memory(process) - start)
-    return {
+    row = {
         "p99_ms": {"without": p99(plain), "with": p99(hostile)},
         "longest_ms": {"without": round(1e3 * max(plain), 1), "with": round(1e3 * max(hostile), 1)},
         "tokens": {"without": len(plain), "with": len(hostile)},
@@ -140,6 +146,7 @@ def one_pair(server: Server, hostile_first: bool) -> dict[str, Any]:
         "statuses": {str(one): statuses.count(one) for one in sorted(set(statuses))},
         "bytes_grown_after_1_2_3_rounds": grown,
     }
+    return row, seconds
 
 
 def p99(seconds: list[float]) -> float:
