@@ -363,7 +363,7 @@ class Engine:
         for observer in self.observers:
             observer.step(inflight.batch, output)
         outputs: list[Outbound] = [output]
-        self._end_stalled(self._stalls.stepped(inflight.batch, result), outputs)
+        self._end_stalled(self._stalls.stepped(inflight.batch, result, output), outputs)
         return outputs
 
     def _attach_stats(self, outputs: list[Outbound]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import SchedulingPolicy
 from glowplug.core.step.batch import Batch, StepResult
-from glowplug.core.step.messages import Finished, Stats
+from glowplug.core.step.messages import Finished, Stats, StepOutput
 from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
 
@@ -127,13 +127,17 @@ class StallWatch:
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def stepped(self, batch: Batch, result: StepResult) -> Stall | None:
-        """Record the result of a committed step.
+    def stepped(self, batch: Batch, result: StepResult, output: StepOutput) -> Stall | None:
+        """Record the result of a committed step and its output.
 
         Returns:
             The sequences that gained no token in ``TOKENLESS_STEPS`` consecutive steps, with the
             reason; None if there are none.
         """
+        # most steps end here: each row is in the output, with one token. Comparing the arrays takes
+        # 1.2 us more
+        if len(output.ids) == len(batch.rows) and not (output.counts or self._tokenless):
+            return None
         if not self._tokenless and np.greater_equal(result.counts, batch.samples).all():
             return None
         found = self._without_tokens(batch, result)

@@ -42,6 +42,7 @@ import glowplug
 from glowplug import LLM, SamplingParams
 from glowplug.core.engine.stalls import StallWatch
 from glowplug.core.plugin.registry import PluginSet
+from glowplug.core.step.messages import StepOutput
 from tests.support.tiny import write_config
 
 STEPS = 400  #: tokens of a round, and of its steps
@@ -120,10 +121,11 @@ def calls() -> float:
     result: Any = SimpleNamespace(counts=np.ones(64, np.int32), bad=np.zeros(64, bool))
     plan: Any = None
     watch = StallWatch(plan, plan, plan)
+    output = StepOutput(ids=list(range(64)), tokens=[0] * 64)
     began = time.perf_counter()
     for _ in range(CALLS):
         watch.moved()
-        watch.stepped(batch, result)
+        watch.stepped(batch, result, output)
     return 1e6 * (time.perf_counter() - began) / CALLS
 
 

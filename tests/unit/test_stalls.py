@@ -16,7 +16,7 @@ from glowplug.core.engine.stalls import (
 )
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, StepResult, idle_batch
-from glowplug.core.step.messages import Finished, Stats
+from glowplug.core.step.messages import Finished, Stats, StepOutput
 from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.testing.harness.drive import sequence
 from glowplug.core.testing.harness.plans import bare_plan
@@ -48,7 +48,10 @@ class World:
             np.array(counts, np.int32),
             np.array(bad or [False] * size),
         )
-        return self.watch.stepped(batch, result)
+        gained = [i for i, count in enumerate(counts) if count and not result.bad[i]]
+        several = [counts[i] for i in gained] if max(counts) > 1 else []
+        output = StepOutput(ids=gained, tokens=[0] * sum(counts), counts=several)
+        return self.watch.stepped(batch, result, output)
 
     def calls_of_a_step(self) -> int:
         """Count the Python and C calls of the watch in a step in which every running row gains a
@@ -62,10 +65,10 @@ class World:
 
         stepped = self.watch.stepped
 
-        def traced(batch: Batch, result: StepResult) -> Stall | None:
+        def traced(batch: Batch, result: StepResult, output: StepOutput) -> Stall | None:
             sys.setprofile(tracer)
             try:
-                return stepped(batch, result)
+                return stepped(batch, result, output)
             finally:
                 sys.setprofile(None)
 
