@@ -12,6 +12,7 @@ import argparse
 import datetime
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def run(llm: LLM, load: int, args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the speeds of all policies at each length and load."""
     trace = Trace(args)
     policies = {("none" if not s.steps else str(s)): s for s in trace.shapes}
     plain = LLM(args.model, **trace.base) if args.plain else None
@@ -123,7 +125,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         trace.use(shape)
         for load in sorted(set(args.loads)):
             run(trace.llm, load, args)
-    rows = []
     for length in args.lengths:
         trace.accept(length)
         for number, load in enumerate(args.loads):
@@ -136,18 +137,16 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             speeds = {name: one["tokens_per_s"] for name, one in found.items()}
             own = speeds.pop(ADAPTIVE)
             best = max(speeds, key=lambda name: speeds[name])
-            rows.append(
-                {
-                    "accept_length": length,
-                    "load": load,
-                    **{name: found[name] for name in order},
-                    "best": best,
-                    "adaptive / best": round(own / speeds[best], 3),
-                }
-            )
-            print(length, load, {**speeds, ADAPTIVE: own}, rows[-1]["adaptive / best"], flush=True)
+            share = round(own / speeds[best], 3)
+            print(length, load, {**speeds, ADAPTIVE: own}, share, flush=True)
+            yield {
+                "accept_length": length,
+                "load": load,
+                **{name: found[name] for name in order},
+                "best": best,
+                "adaptive / best": share,
+            }
     trace.llm.close()
-    return rows
 
 
 def main() -> None:
@@ -165,7 +164,6 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    rows = measure(args)
     card = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     about = {
         "command": "python -m tests.support.draft_trace " + " ".join(sys.argv[1:]),
@@ -173,7 +171,10 @@ def main() -> None:
         "device": card,
         "versions": {"glowplug": glowplug.__version__, "torch": torch.__version__},
     }
-    args.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    rows = []
+    for row in measure(args):  # the record has every row so far if the run is cut short
+        rows.append(row)
+        args.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
