@@ -141,10 +141,11 @@ class RankBuilder:
         return self._engine(runner, context, costs)
 
     def _engine(self, runner: Runner, context: BuildContext, costs: DraftCosts | None) -> Engine:
-        """Bind the scheduler and return the engine around it and the runner.
+        """Bind the scheduler and return the engine.
 
         ``costs``: those by which steps choose the size of their drafts; None: all have one size.
         """
+        self.phases.end()
         scheduler = self.component("scheduler")
         policy = self.component("policy")
         cache = self.component("cache")

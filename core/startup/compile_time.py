@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -10,6 +11,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from torch._guards import CompileContext
+
+logger = logging.getLogger("glowplug.engine")
 
 #: key of torch's own compile times that includes all the others
 WHOLE_COMPILATION = "_compile.compile_inner"
@@ -27,7 +30,12 @@ class CompileTime:
     def __init__(self, device: str) -> None:
         watched = device.startswith("cuda") and find_spec("triton") is not None
         self._triton = _watched_triton() if watched else TritonTime()
+        self._triton.serving = False
         self._before = self._total()
+
+    def end_start(self) -> None:
+        """Log each kernel that Triton compiles from now on, because requests wait for it."""
+        self._triton.serving = True
 
     @property
     def seconds(self) -> float:
@@ -42,17 +50,32 @@ class TritonTime:
     """A listener of Triton's compiler that adds up its times.
 
     Kernels that torch.compile makes are left out: torch's time includes them.
+
+    Attributes:
+        seconds: time so far.
+        serving: requests wait for the compiler, so each kernel is logged.
     """
 
     def __init__(self, earlier: Callable[..., None] | None = None) -> None:
         self.seconds = 0.0
+        self.serving = False
         self._earlier = earlier
 
-    def __call__(self, *, times: Any, **more: Any) -> None:
+    def __call__(
+        self, *, times: Any, metadata: dict[str, Any], cache_hit: bool, **more: Any
+    ) -> None:
         if CompileContext.try_get() is None:
-            self.seconds += times.total / 1e6
+            took = times.total / 1e6
+            self.seconds += took
+            if self.serving and not cache_hit:
+                logger.warning(
+                    "requests waited %.2f s for the compiler: kernel %s has a variant that the "
+                    "start did not compile; it is now in Triton's cache",
+                    took,
+                    metadata.get("name", "without a name"),
+                )
         if self._earlier is not None:
-            self._earlier(times=times, **more)
+            self._earlier(times=times, metadata=metadata, cache_hit=cache_hit, **more)
 
 
 @cache

@@ -28,6 +28,7 @@ from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
 from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.startup.first_use.steps_between import steps_between
 from glowplug.core.startup.kv_cache_error import check_cache
 from glowplug.core.startup.memory_gauge import Gauge, MemoryMeter, gauge_of
 from glowplug.core.startup.page_fit import MeasuredMemory, compared, pages_that_fit
@@ -37,7 +38,6 @@ from glowplug.core.startup.warmup import (
     most_logits,
     most_passed,
     most_tokens,
-    steps_between,
     warm_up,
 )
 from glowplug.core.step.batch import Batch

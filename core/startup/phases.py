@@ -44,6 +44,10 @@ class Phases:
         self.seconds[name] = self.seconds.get(name, 0.0) + took
         self.note("; ".join([f"{name}: {took:.1f} s", *remarks]))
 
+    def end(self) -> None:
+        """Note that the start is over; compilers are then an exception worth a log line."""
+        self._compilers.end_start()
+
     def times(self) -> dict[str, Any]:
         """Return the seconds of each phase, and those in compilers during the phases and since."""
         return {"startup_seconds": self.seconds, "compile_seconds": self._compilers.seconds}

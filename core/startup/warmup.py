@@ -9,7 +9,7 @@ The largest admitted steps are run to measure memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,7 @@ from glowplug.core.engine.blame import result_fault
 from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.budget.step import SCORED
-from glowplug.core.plan.plan import EnginePlan, Sizes
-from glowplug.core.plugin.byte_costs import ROUND_TOKENS
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.modes import Mode
 from glowplug.core.protocols import RequestRouter
 from glowplug.core.step.batch import Batch, StepResult, StepShape, idle_batch, shape_of
@@ -34,10 +33,6 @@ SHORT_TOKENS = 13
 FEW_PAGES = 2  #: pages of the KV pool that are enough for every step here
 #: chunks cached before the chunk whose memory is measured; backends read longer prefixes in pieces
 CACHED_CHUNKS = 1
-#: most steps with prompts between the captured and the largest ones; each has one more decoding row
-STEPS_BETWEEN = 24
-#: token counts divisible by this are run too: kernels have a specialised variant for them
-SPECIALIZED_DIVISOR = 16
 #: parameters that use every feature of the sampler at once
 ALL_SAMPLING_FEATURES = SamplingParams(
     temperature=1.0,
@@ -177,76 +172,6 @@ def most_logits(runner: Runner, plan: EnginePlan) -> None:
     batch = _decoding(plan, sizes.max_running, min(sizes.context_length, WARM_TOKENS + sizes.width))
     _run_joined(runner, batch, ALL_SAMPLING_FEATURES)
     _score_prompt(runner, plan)
-
-
-def steps_between(runner: Runner, plan: EnginePlan) -> None:
-    """Run prefill steps larger than any captured one, to compile their kernels.
-
-    Otherwise requests would wait for the compiler. From step to step both the number of tokens and
-    the number of decoding rows fall, because both decide which kernels run and how they are
-    compiled.
-
-    NOTE: the largest step runs first, since tensors that grow from step to step fit none of the
-    blocks of the steps before.
-    """
-    for decodes, tokens in reversed(counts_between(plan.sizes)):
-        # the logits are not checked: the tokens are garbage
-        runner.launch(_mixed(plan, decodes, tokens - decodes)).wait()
-
-
-def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
-    """Return (decoding rows, tokens) of each step that ``steps_between`` runs, ascending.
-
-    The token counts lie between the largest captured one and the chunk size. They are all multiples
-    of ROUND_TOKENS in this range, and further counts between these multiples. The further counts
-    are alternately odd and divisible by SPECIALIZED_DIVISOR.
-    """
-    least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
-    steps = min(STEPS_BETWEEN, sizes.max_running - 1)
-    first = least // ROUND_TOKENS * ROUND_TOKENS + ROUND_TOKENS
-    rounds = set(range(first, sizes.chunk_size, ROUND_TOKENS))
-    found = rounds | set(_counts_beside(rounds, least, sizes.chunk_size, steps))
-    decodes = [min(number, steps) if sizes.width == 1 else 0 for number in range(1, len(found) + 1)]
-    return [(rows, tokens) for rows, tokens in zip(decodes, sorted(found)) if tokens > rows]
-
-
-def _counts_beside(rounds: set[int], least: int, most: int, steps: int) -> Iterator[int]:
-    """Yield up to ``steps`` token counts between ``least`` and ``most``, ascending.
-
-    Every second count is odd. The others are divisible by SPECIALIZED_DIVISOR; of these, counts
-    close to a number in ``rounds`` are left out.
-    """
-    for number in range(1, steps + 1):
-        tokens = least + (most - least) * number // STEPS_BETWEEN
-        near = round(tokens / ROUND_TOKENS) * ROUND_TOKENS
-        if number % 2 == 0:
-            yield tokens - 1 + tokens % 2
-        elif near not in rounds or abs(near - tokens) * STEPS_BETWEEN >= most - least:
-            yield tokens // SPECIALIZED_DIVISOR * SPECIALIZED_DIVISOR
-
-
-def _mixed(plan: EnginePlan, decodes: int, tokens: int) -> Batch:
-    """Return a step of ``decodes`` decoding rows and ``tokens`` prompt tokens.
-
-    The prompt tokens are cut into chunks, none of which ends its prompt.
-    """
-    sizes = plan.sizes
-    longest = min(sizes.chunk_size, sizes.context_length - sizes.width)
-    whole, rest = divmod(tokens, longest)
-    chunks = ([longest] * whole + [rest] * (rest > 0))[: sizes.max_running - decodes]
-    lengths = np.array([1] * decodes + chunks, np.int32)
-    batch = scratch_batch(
-        plan, Mode.PREFILL, len(lengths), 1, chunks[0], spread_ids(plan, sum(chunks))
-    )
-    batch.num_decodes = decodes
-    batch.query_lens = lengths
-    batch.kv_lens = np.maximum(
-        lengths, np.where(np.arange(len(lengths)) < decodes, chunks[0], 0)
-    ).astype(np.int32)
-    batch.samples[decodes:] = False
-    batch.next_ids = np.zeros(len(chunks), np.int32)
-    batch.agreed = shape_of(batch)
-    return batch
 
 
 def _run_joined(runner: Runner, batch: Batch, params: SamplingParams) -> None:

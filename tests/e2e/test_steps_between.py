@@ -13,8 +13,14 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.engine.in_flight import InFlight
 from glowplug.core.engine.runner import Runner
 from glowplug.core.plan.plan import Sizes
+from glowplug.core.plugin.byte_costs import ROUND_TOKENS
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.startup.warmup import ROUND_TOKENS, STEPS_BETWEEN, counts_between, steps_between
+from glowplug.core.startup.first_use.steps_between import (
+    STEPS_BETWEEN,
+    counts_between,
+    rows_beside,
+    steps_between,
+)
 from glowplug.core.step.batch import Batch
 from tests.support.tiny import write_config
 
@@ -43,7 +49,7 @@ def test_round_numbers_are_all_tried(chunk: int, least: int, rows: int, width: i
     assert set(range(least + ROUND_TOKENS, chunk, ROUND_TOKENS)) <= set(
         tokens
     ) and tokens == sorted(set(tokens))
-    most = min(STEPS_BETWEEN, rows - 1) * (width == 1)
+    most = min(STEPS_BETWEEN, rows - 1)
     assert {count % 2 for count in tokens} == {0, 1} or rows == 1 or chunk - least < STEPS_BETWEEN
     assert [decodes for decodes, _ in found] == [min(at + 1, most) for at in range(len(found))]
 
@@ -94,3 +100,50 @@ def test_warm_up_steps_reach_every_number_and_leave_no_trace(
         } == {0, 1}
         assert min(tokens) > (passes[-1] - 16 if passes else 0)
         assert max(later - earlier for earlier, later in zip(tokens, tokens[1:])) <= 32
+
+
+DRAFTS = [
+    {"use": "nextn", "steps": 1, "adaptive": False},
+    {"use": "nextn", "steps": 3},
+    {"use": "nextn", "steps": 3, "topk": 2, "draft_tokens": 6},
+    {"use": "ngram", "draft_tokens": 4},
+]
+
+
+@pytest.mark.parametrize("drafts", DRAFTS, ids=lambda one: "-".join(map(str, one.values())))
+def test_each_size_of_the_drafts_runs_beside_prompts(
+    drafts: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verify step beside a prompt needs variants of kernels that no other step compiles."""
+    with LLM(
+        "embedded",
+        device="cpu",
+        speculative=drafts,
+        context_length=128,
+        memory={"kv_tokens": 4096},
+        scheduler={"max_running_requests": 40, "chunk_size": 512},
+    ) as llm:
+        runner = llm._executor._engine.runner  # type: ignore[attr-defined]
+        before = [done.token_ids for done in llm.generate(PROMPTS, GREEDY)]
+        tried: list[Batch] = []
+        launch = Runner.launch
+
+        def watch(self: Runner, batch: Batch) -> InFlight:
+            tried.append(batch)
+            return launch(self, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Runner, "launch", watch)
+            steps_between(runner, llm.plan)
+        assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == before
+        sizes = llm.plan.sizes
+    beside = {
+        (batch.draft_shape or sizes.draft_shape, batch.num_decodes)
+        for batch in tried
+        if batch.num_decodes and len(batch.rows) > batch.num_decodes
+    }
+    assert rows_beside(sizes) == [*range(1, 25), 32]
+    wanted = {(shape, rows) for shape in sizes.step_shapes for rows in rows_beside(sizes)}
+    assert wanted <= beside
+    assert all(batch.num_tokens <= sizes.max_step_tokens for batch in tried)
+    assert max(int(batch.kv_lens.max()) for batch in tried) <= sizes.context_length

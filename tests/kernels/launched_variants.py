@@ -18,7 +18,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from glowplug.core.plan.plan import Sizes
-from glowplug.core.startup.warmup import counts_between
+from glowplug.core.startup.first_use.steps_between import counts_between
 from glowplug.kernels.elementwise import norm
 from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables as tuned
 from glowplug.kernels.mla import decode as mla_decode, decode_tiling, value_projection as mla_values

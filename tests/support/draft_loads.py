@@ -4,7 +4,7 @@
 the embedded model's held-out tasks, in their reasoning form and to their natural end, some at a
 time: the number of requests at a time rises and falls. The engines take turns at each load, and
 each load counts with its fastest round: in CPU seconds, or with ``--device cuda`` in seconds. The
-time of the first tokens, measured by itself, is subtracted.
+time of the first tokens, the fastest of those measured by themselves, is subtracted.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ def engines_of(algorithms: list[str]) -> dict[str, dict[str, Any]]:
 
 def answer(
     llm: LLM, prompts: list[list[int]], load: int, args: argparse.Namespace
-) -> tuple[list[list[int]], float]:
-    """Return the answers, ``load`` requests at a time, and the seconds of decoding."""
+) -> tuple[list[list[int]], float, float]:
+    """Return the answers, ``load`` requests at a time, the seconds of first tokens, and of all."""
     clock = time.perf_counter if args.device == "cuda" else time.process_time
     answers: list[list[int]] = []
-    seconds = 0.0
-    for tokens, sign in ((1, -1), (args.tokens, 1)):
+    seconds = []
+    for tokens in (1, args.tokens):
         params = SamplingParams(temperature=0.0, max_tokens=tokens)
         begun = clock()
         answers = []
         for first in range(0, len(prompts), load):
             found = llm.generate(prompts[first : first + load], params)
             answers += [one.token_ids for one in found]
-        seconds += sign * (clock() - begun)
-    return answers, seconds
+        seconds.append(clock() - begun)
+    return answers, *seconds
 
 
 def reasoning_prompts(llm: LLM, count: int) -> list[list[int]]:
@@ -101,7 +101,8 @@ def open_engine(drafts: dict[str, Any], args: argparse.Namespace) -> LLM:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return for each load the figures of each engine, all engines open at once."""
-    fastest: dict[tuple[int, str], float] = {}  # seconds of a token
+    fastest: dict[tuple[int, str], float] = {}  # seconds of a token, those of first tokens included
+    first: dict[tuple[int, str], float] = {}  # least of the latter
     gained: dict[tuple[int, str], tuple[float, float]] = {}
     equal: dict[tuple[int, str], float] = {}
     with ExitStack() as stack:
@@ -115,18 +116,20 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 wanted = None
                 for name, llm in engines.items():
                     before = settled_stats(llm)
-                    answers, seconds = answer(llm, prompts, load, args)
+                    answers, of_first, seconds = answer(llm, prompts, load, args)
                     after = settled_stats(llm)
                     wanted = wanted or answers
                     key = place, name
                     equal[key] = sum(map(eq, answers, wanted)) / len(wanted)
                     # sums of a batch on a GPU depend on the number of its tokens
                     assert args.device == "cuda" or equal[key] == 1, f"{name} changed an answer"
-                    token_seconds = seconds / sum(len(one) - 1 for one in answers)
-                    if token_seconds < fastest.get(key, math.inf):
-                        fastest[key] = token_seconds
+                    tokens = sum(len(one) - 1 for one in answers)
+                    first[key] = min(of_first / tokens, first.get(key, math.inf))
+                    if seconds / tokens < fastest.get(key, math.inf):
+                        fastest[key] = seconds / tokens
                         gained[key] = _gain(before, after)
-    rows = [_row(place, load, args, fastest, gained) for place, load in enumerate(args.loads)]
+    decoding = {key: seconds - first[key] for key, seconds in fastest.items()}
+    rows = [_row(place, load, args, decoding, gained) for place, load in enumerate(args.loads)]
     for (place, name), share in equal.items():
         rows[place][name]["equal answers"] = round(share, 3)
     return rows

@@ -141,8 +141,22 @@ class TestCompileTime:
     ) -> None:
         heard = []
         watch = compile_time.TritonTime(lambda **more: heard.append(more))
-        watch(times=SimpleNamespace(total=1_500_000), cache_hit=False)
+        watch(times=SimpleNamespace(total=1_500_000), metadata={}, cache_hit=False)
         monkeypatch.setattr(compile_time.CompileContext, "try_get", staticmethod(object))
-        watch(times=SimpleNamespace(total=9_000_000), cache_hit=False)
+        watch(times=SimpleNamespace(total=9_000_000), metadata={}, cache_hit=False)
         assert watch.seconds == pytest.approx(1.5)
         assert [more["cache_hit"] for more in heard] == [False, False]
+
+    def test_kernels_that_requests_wait_for_are_logged(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        watch = compile_time.TritonTime()
+        one = {"times": SimpleNamespace(total=980_000), "metadata": {"name": "_settle"}}
+        watch(**one, cache_hit=False)
+        watch.serving = True
+        watch(**one, cache_hit=True)
+        assert not caplog.records
+        watch(**one, cache_hit=False)
+        assert [record.getMessage()[:58] for record in caplog.records] == [
+            "requests waited 0.98 s for the compiler: kernel _settle ha"
+        ]
