@@ -43,8 +43,11 @@ FIRST_RATE = 0.7  #: mean rate before any result
 FIRST_RESULTS = 8.0  #: results that ``FIRST_RATE`` counts like
 #: steps of the same rows with one decision: choosing and adding results takes 40 us of the host
 DECIDED_STEPS = 8
-#: committed steps after which an exploration is free once half of the rows are new, because their
-#: acceptance is not known; at one row a rejected draft costs about two thirds of a step
+#: steps with one decision after the size has changed: its first results may change it again
+CHANGED_STEPS = 2
+#: committed steps after which an exploration need not wait for its share of the time once half of
+#: the rows are new, because their acceptance is not known; its loss is charged nevertheless. At one
+#: row a rejected draft costs about two thirds of a step
 FRESH_STEPS = 25
 #: committed steps after which an exploration that never came back is forgotten
 FORGOTTEN_STEPS = 4
@@ -57,13 +60,11 @@ class _Exploration:
     Attributes:
         place: place of its size among the sizes.
         seconds_per_token: those of the size that would have been chosen.
-        free: it is not charged.
         steps: committed steps since.
     """
 
     place: int
     seconds_per_token: float
-    free: bool = False
     steps: int = 0
 
 
@@ -74,17 +75,19 @@ class _Decision:
     Attributes:
         rows: the rows.
         most: most decoding rows of any group.
+        last: number of steps for which it holds.
         steps: steps so far.
     """
 
     rows: Ints
     most: int
+    last: int = DECIDED_STEPS
     steps: int = 1
 
     def holds(self, rows: Ints, most: int) -> bool:
         """Return whether the choice is also that of a further step."""
         same = most == self.most and np.array_equal(rows, self.rows)
-        return same and self.steps < DECIDED_STEPS
+        return same and self.steps < self.last
 
 
 class AdaptivePolicy:
@@ -132,10 +135,14 @@ class AdaptivePolicy:
         if decision is not None and decision.holds(rows, most):
             decision.steps += 1
             return self.shapes[self._chosen]
-        self._decision = _Decision(rows, most)
+        before = self._chosen
+        self._decision = decision = _Decision(rows, most)
         self._add_results()
         self._seconds.refresh()
-        return self._decided(rows, self._seconds.at(most))
+        shape = self._decided(rows, self._seconds.at(most))
+        if self._chosen != before:
+            decision.last = CHANGED_STEPS
+        return shape
 
     def _decided(self, rows: Ints, seconds: Floats) -> DraftShape:
         """Choose a size by the results so far, and return it or one to explore.
@@ -168,7 +175,7 @@ class AdaptivePolicy:
         free = 2 * self._fresh >= len(rows) and self._since_free >= FRESH_STEPS
         if not free and self._budget < seconds[chosen + 1] - len(rows) * each:
             return False
-        self._exploration = _Exploration(chosen + 1, each, free)
+        self._exploration = _Exploration(chosen + 1, each)
         if free:
             self._fresh = self._since_free = 0
         return True
@@ -231,7 +238,7 @@ class AdaptivePolicy:
         exploration.steps += 1
         if exploration.place == place:
             lost = max(0.0, seconds - tokens * exploration.seconds_per_token)
-            self._budget -= 0.0 if exploration.free else lost
+            self._budget = max(self._budget - lost, -seconds)
             self._exploration = None
             self._decision = None  # the result counts at once
         elif exploration.steps > FORGOTTEN_STEPS:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
-from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape
 from glowplug.core.protocols import DraftPolicy
 
 LAG = 1  #: steps in flight when the next one is chosen
@@ -98,6 +98,51 @@ def simulate(
             policy.took(len(ended), size, seconds)
             policy.observe(ended, size, gained)
     return found
+
+
+def answer_speed(
+    costs: DraftCosts,
+    load: int,
+    tokens: int,
+    rates: Sequence[float],
+    choice: DraftPolicy | DraftShape,
+    seed: int = 0,
+) -> float:
+    """Return the tokens per second of ``load`` answers that begin together.
+
+    Args:
+        costs: seconds of the steps.
+        load: number of answers; each leaves its row when it is complete.
+        tokens: tokens of each answer; the first one is that of the prompt.
+        rates: acceptance rate of each draft after those before it.
+        choice: the policy, which sees a step's results ``LAG`` steps later, or one fixed size.
+        seed: seed of the acceptance.
+    """
+    random = np.random.default_rng(seed)
+    fixed = choice if isinstance(choice, DraftShape) else NO_DRAFTS
+    policy = None if isinstance(choice, DraftShape) else choice
+    rows = np.arange(load, dtype=np.int32)
+    left = np.full(load, tokens - 1)
+    flying: deque[tuple[np.ndarray, DraftShape, np.ndarray, float]] = deque()
+    clock = 0.0
+    for row in rows if policy is not None else ():
+        policy.forget(int(row))
+    while len(rows):
+        shape = fixed if policy is None else policy.choose(rows, len(rows))
+        hits = random.random((len(rows), len(rates))) < np.array(rates)
+        counts = 1 + hits[:, : shape.steps].cumprod(1).sum(1)
+        counts = np.minimum(counts, left[rows]).astype(np.int32)
+        entry = costs.of(shape)
+        assert entry is not None
+        clock += entry.at(len(rows))
+        left[rows] -= counts
+        flying.append((rows, shape, counts, entry.at(len(rows))))
+        rows = rows[left[rows] > 0]
+        while policy is not None and len(flying) > (LAG if len(rows) else 0):
+            ended, size, gained, seconds = flying.popleft()
+            policy.took(len(ended), size, seconds)
+            policy.observe(ended, size, gained)
+    return load * (tokens - 1) / clock
 
 
 def speed(steps: list[tuple[float, int, DraftShape, int]]) -> float:
