@@ -1,4 +1,4 @@
-"""The programs that the records of docs/benchmarks name exist, or the page says what replaced them."""
+"""Programs that the records name exist, or docs/benchmarks/README.md says what replaced them."""
 
 from __future__ import annotations
 
