@@ -16,6 +16,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import SpeculativeOffers
 from glowplug.core.plugin.registry import PluginSet
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 from glowplug.entrypoints.cli.flags.layer import literal, value_at
 
 Config = dict[str, Any]
@@ -173,17 +174,23 @@ def _drafts_of(plugins: PluginSet, model: str) -> tuple[str, ...]:
         offers = component.offers
         if not isinstance(offers, SpeculativeOffers):
             return False
-        own = offers.nextn_layer and not facts.nextn_layers
-        needed = own or offers.eagle_head or offers.whole_model
-        return not needed or bool(component.options().draft_for(facts.path))
+        missing = offers.nextn_layer and not facts.nextn_layers
+        if not (missing or offers.eagle_head or offers.whole_model):
+            return True
+        options = component.options(use=component.name)
+        return isinstance(options, SpeculativeOptions) and bool(options.draft_for(facts.path))
 
     components = [one.component for one in plugins.components("speculative")]
     return tuple(one.name for one in components if fits(one))
 
 
-def _nextn_cell(plan: EnginePlan) -> str:
-    """Return the size of drafts of the next-token layer."""
-    return _shape(plan) if plan.choice("speculative").name == "nextn" else ""
+def _sizes_of(algorithm: str) -> Callable[[EnginePlan], str]:
+    """Return the function from a plan to the size of its drafts by ``algorithm``; "" by others."""
+
+    def cell(plan: EnginePlan) -> str:
+        return _shape(plan) if plan.choice("speculative").name == algorithm else ""
+
+    return cell
 
 
 def _drafts_cell(plan: EnginePlan) -> str:
@@ -249,7 +256,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         ("0", "1", "3"),
         "on, off, a number of steps, STEPS/TOPK/TOKENS",
         _apply_nextn,
-        _nextn_cell,
+        _sizes_of("nextn"),
     ),
     Technique(
         "drafts",
