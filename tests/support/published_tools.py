@@ -36,7 +36,7 @@ class Tool:
 
     Attributes:
         source: tag of the page that publishes it.
-        published: name of the tool and its options.
+        published: name of the tool and its options, in Markdown.
         ours: our command, in Markdown.
         runs: commands for the run on a CPU, in a folder with a file of questions; ``lm_eval MODE``
             sends the requests of a recorded run of lm_eval.
@@ -63,9 +63,9 @@ COMPILED = (
     "--skip-tokenizer-init --enable-torch-compile"
 )
 LM_EVAL = (
-    "lm_eval --model local-chat-completions --model_args model=MODEL,base_url=http://127.0.0.1:"
+    "`lm_eval --model local-chat-completions --model_args model=MODEL,base_url=http://127.0.0.1:"
     "30000/v1/chat/completions,num_concurrent=128,timeout=999999,max_gen_toks=2048 --tasks gsm8k "
-    "--batch_size 128 --apply_chat_template --num_fewshot 8"
+    "--batch_size 128 --apply_chat_template --num_fewshot 8`"
 )
 TOOLS = (
     Tool(
