@@ -356,8 +356,7 @@ class CollectiveOffers(Offers):
             ``Parts`` before them.
         buffer_bytes: function from the mesh, the hidden size and the most tokens of a step (in all
             dp groups) to the bytes of its buffers on a device; None for none.
-        library_bytes: function from the same arguments to an estimate of the bytes that a library
-            of its own (NCCL) allocates on a device; None: it uses none.
+        library_bytes: the same for what its library (NCCL) allocates, an estimate.
         expert_rows: it has the method ``expert_rows``, through which tokens go only to the ranks of
             their experts.
     """
