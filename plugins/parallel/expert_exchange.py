@@ -72,12 +72,28 @@ class Exchange:
             from glowplug.kernels.collectives.expert_ids import rank_ids
 
             self._rank_ids = rank_ids
+        self._slots: tuple[Tensor, int] | None = None
         if count_load:
             # NOTE: ids of -1 are counted, too, in an extra first element: this needs neither a
             # mask nor a wait for the device
             self._counts = torch.zeros(layout.experts + 1, dtype=torch.int64, device=device)
             self._one = torch.ones(1, dtype=torch.int64, device=device)
             self.load = self._counts[1:]
+
+    def take_slots(self, table: Tensor, ways: int) -> bool:
+        """Replace experts by slots from now on, in the kernel that selects and counts them.
+
+        Args:
+            table: as ``slot_table`` returns it, int64.
+            ways: number of ways.
+
+        Returns:
+            False without such a kernel: the caller replaces them.
+        """
+        if self._rank_ids is None:
+            return False
+        self._slots = table, ways
+        return True
 
     def _own(self, tokens: int, most: int) -> tuple[int, slice]:
         """Return the slice of its group's tokens that this rank handles, and its padded length S.
@@ -132,7 +148,7 @@ class Exchange:
             batch: The step; None: no token is padding.
             part: The tokens whose experts this rank counts.
         """
-        return self._converted(ids, 0, self._layout.experts, batch, part)
+        return self._converted(ids, 0, self._layout.experts, batch, part, self._slots)
 
     def _local(self, ids: Tensor) -> Tensor:
         """Return the index of each expert id within this rank's share; -1 for other experts."""
@@ -146,16 +162,18 @@ class Exchange:
         held: int,
         batch: Batch | None = None,
         part: slice = slice(0, 0),
+        slots: tuple[Tensor, int] | None = None,
     ) -> Tensor:
         """Return the indices of ids among ``held`` experts from ``first`` on; -1 for others.
 
-        Experts of the tokens ``part`` are added to the load counts.
+        Experts of the tokens ``part`` are added to the load counts. With ``slots``, a table and its
+        number of ways, ids are first replaced by slots.
         """
         marks = None if batch is None else batch.padding
         padding = None if marks is None else marks.own
         counts = self.load if part.stop > part.start else None
         if self._rank_ids is not None:
-            return self._rank_ids(ids, first, held, padding, counts, part)
+            return self._rank_ids(ids, first, held, padding, counts, part, slots)
         if padding is not None:
             ids = ids.masked_fill(padding, -1)
         if counts is not None:
@@ -220,7 +238,7 @@ class AllGatherExchange(Exchange):
         """
         held = self._layout.held
         part = self._own(len(ids), len(ids))[1]
-        return self._converted(ids, self._layout.ep[0] * held, held, batch, part)
+        return self._converted(ids, self._layout.ep[0] * held, held, batch, part, self._slots)
 
     def dispatch(
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch

@@ -12,7 +12,8 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.testing.harness.fakes import TINY_V3, write_model
 from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words
 from glowplug.plugins.collectives.peer_experts import expert_buffer_size
-from glowplug.plugins.collectives.peer_sizes import buffer_bytes, peer_sizes
+from glowplug.plugins.collectives.peer_sizes import buffer_bytes, library_bytes, peer_sizes
+from glowplug.plugins.collectives.torch_distributed import NCCL_GROUP_BYTES
 from glowplug.plugins.parallel.ep_moe import pushed_rows
 
 H200 = read_sheet("8xh200")
@@ -76,6 +77,20 @@ def test_exchange_buffers_are_part_of_the_budget(plan_of: Any) -> None:
     assert lines(plan)["exchange buffers"] == peer_sizes(4, hidden, tokens).bytes(4) > 0
     assert "exchange buffers" not in lines(plan_of(TP, collectives={"use": "nccl"}))
     assert "exchange buffers" not in lines(plan_of())
+
+
+def test_buffers_of_nccl_are_an_estimate_in_the_budget(plan_of: Any) -> None:
+    """They are part of plans in which NCCL exchanges some tensors, once for each group of ranks."""
+    assert lines(plan_of(TP, collectives={"use": "nccl"}))["exchange library"] == NCCL_GROUP_BYTES
+    plan = plan_of(TP, DP | {"size": 2}, collectives={"use": "nccl"})
+    assert lines(plan)["exchange library"] == 3 * NCCL_GROUP_BYTES
+    (line,) = [line for line in plan.budget if line.name == "exchange library"]
+    assert "estimate" in line.how
+    assert lines(plan_of(TP, DP))["exchange library"] == NCCL_GROUP_BYTES, "that of all four ranks"
+    assert "exchange library" not in lines(plan_of())
+    assert library_bytes({"tp": 8, "ep": 8}, 7168, 8192) == NCCL_GROUP_BYTES
+    assert library_bytes({"tp": 8, "dp": 2}, 7168, 8192) == 2 * NCCL_GROUP_BYTES
+    assert library_bytes({"tp": 2}, 7168, 8192) == 0, "two ranks send large tensors in pieces"
 
 
 def test_every_group_of_ranks_has_buffers_of_its_own() -> None:

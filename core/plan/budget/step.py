@@ -59,7 +59,7 @@ def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
         )
     )
     lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
-    lines += _collective_line(proposal, counts)
+    lines += _collective_lines(proposal, counts)
     graphs = graph_line(
         proposal, counts.captured, partial(LayerBytes(proposal).claimed, features_of(proposal))
     )
@@ -130,23 +130,28 @@ def _longest(proposal: Proposal) -> int:
     return proposal.config.context_length or proposal.facts.model.max_positions
 
 
-def _collective_line(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
-    """Return the budget line of the buffers for exchange between ranks; [] if there are none."""
+def _collective_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
+    """Return the budget lines of the exchange between ranks: buffers, and those of a library."""
     collectives = proposal.collectives
-    if collectives is None or collectives.offers.buffer_bytes is None:
+    if collectives is None:
         return []
     mesh = proposal.values.mesh
     model = proposal.facts.model
-    size = collectives.offers.buffer_bytes(
-        mesh, model.hidden_size, counts.groups * counts.step_tokens
-    )
-    if collectives.offers.expert_rows:
+    offers = collectives.offers
+    sized = (mesh, model.hidden_size, counts.groups * counts.step_tokens)
+    size = offers.buffer_bytes(*sized) if offers.buffer_bytes is not None else 0
+    if size and offers.expert_rows:
         size += sum(
             chosen.offers.buffer_bytes(chosen.options, mesh, model, counts.step_tokens)
             for chosen in proposal.parallel
             if chosen.offers.buffer_bytes is not None
         )
-    return [BudgetLine("exchange buffers", size, f"of {collectives.name}")] if size else []
+    library = offers.library_bytes(*sized) if offers.library_bytes is not None else 0
+    found = (
+        BudgetLine("exchange buffers", size, f"of {collectives.name}"),
+        BudgetLine("exchange library", library, f"an estimate, of {collectives.name}"),
+    )
+    return [line for line in found if line.bytes]
 
 
 def _sampler(proposal: Proposal) -> SamplerOffers:
