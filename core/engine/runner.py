@@ -18,6 +18,7 @@ from glowplug.core.engine.device_fields import flatten, host_arrays, logits_inde
 from glowplug.core.engine.grammars import RankGrammars
 from glowplug.core.engine.in_flight import InFlight, pack, tensors_of
 from glowplug.core.engine.tiers.rank_tier import RankTier
+from glowplug.core.layers.step_logits import StepLogits
 from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.protocols import (
     AttentionBackend,
@@ -74,16 +75,17 @@ class Runner:
         self.split_points = split_points or SplitPoints()
         self.draft_extend = draft_extend or DraftExtend()
         self.device = torch.device(device)
-        self._copier = None if self.device.type == "cpu" else HostCopier()
+        self._on_host = self.device.type == "cpu"
+        self._copier = None if self._on_host else HostCopier()
         self._ends_model: SampledLastLayer | None = None
         if sampled_last_layer:
             assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
             self._ends_model = model
+        self.step_logits = StepLogits(model, speculative, sampler)
         self._layers = layers
         self._simulated = simulated
         self.grammars = grammars or RankGrammars()
         self._speculates = speculative.width() > 1
-        self._on_host = self.device.type == "cpu"
 
     def launch(self, batch: Batch) -> InFlight:
         """Enqueue a step and return it with its results on the way to the host.
@@ -137,9 +139,10 @@ class Runner:
         if meanwhile is not None:
             meanwhile()
         if masks is not None:
-            masks.apply(logits)
-        accept = partial(self._accept, batch, logits, hidden)
+            self.step_logits.edit(logits, masks.apply)
         key = None if batch.pieces is DIRECT else self.sampler.capture_key()
+        self.step_logits.plan_step()
+        accept = partial(self._accept, batch, logits, hidden)
         accepted = accept() if key is None else run(f"accept {key}", accept)
         return self.draft_extend.run_after(batch, accepted, hidden)
 
@@ -162,9 +165,8 @@ class Runner:
             if self._speculates:
                 self._feed(batch)
             self.attention.plan_step(batch, None)
-            return self._forward(batch, feeds=not (batch.num_decodes and batch.prompt_ids.size))[
-                1
-            ].float()
+            feeds = not (batch.num_decodes and batch.prompt_ids.size)
+            return self.step_logits.gather(self._forward(batch, feeds)[1]).float()
 
     def states(self, batch: Batch) -> torch.Tensor:
         """Return the result of the model's ``forward`` for all tokens of a step, without graphs.
@@ -190,7 +192,7 @@ class Runner:
         else:
             hidden = (replayed or self.model.forward)(batch.input_ids, batch.positions, batch)
         everything = batch.logits_index is None or batch.ends is not None
-        return hidden, self.model.logits(hidden if everything else hidden[batch.logits_index])
+        return hidden, self.step_logits.of(hidden if everything else hidden[batch.logits_index])
 
     def _forward_ends(self, model: SampledLastLayer, trunk: Forward, batch: Batch) -> torch.Tensor:
         """Run ``trunk``, then the last layer for the tokens of ``batch.ends``, or for all if None.
@@ -209,6 +211,7 @@ class Runner:
         return self.model.forward if self._ends_model is None else self._ends_model.trunk
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
+        logits = self.step_logits.to_accept(logits)
         batch.simulated = self._simulated
         accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
         accepted.drafts = batch.draft_counts
@@ -221,7 +224,7 @@ class Runner:
     def _keep_path(self, batch: Batch, path: torch.Tensor) -> None:
         """Move the KV entries of accepted tokens to the places of their positions.
 
-        The tokens of a row are stored one behind the other, those of an accepted path may be apart.
+        A row's tokens are stored one behind the other, those of its path may be apart.
 
         Args:
             batch: a step whose drafts form trees.
@@ -324,8 +327,7 @@ class Runner:
     ) -> PromptLogprobs:
         """Return log-probabilities of the prompt tokens ``targets``.
 
-        They are computed in pieces of ``SCORED`` positions, so that no [prompt, vocabulary] tensor
-        is ever allocated.
+        ``SCORED`` positions are computed at a time, not a [prompt, vocabulary] tensor.
 
         Args:
             hidden: hidden states before each of the n targets, [n, hidden].

@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.core.protocols import Collectives
+from glowplug.core.protocols import Collectives, Quantized
 from glowplug.core.step.batch import Batch
+from glowplug.kernels.formats.fp8_block import FP8_INPUT
+from glowplug.kernels.formats.fp8_layout import empty_quantized
 from glowplug.kernels.launch.sums import add_up
 
 
@@ -251,6 +253,21 @@ class AllGatherExchange(Exchange):
         every, ids, weights = unpack(gathered, ids.shape[1], x.dtype)
         return every, self._local(ids), weights
 
+    def sends_quantized(self, input_format: str, batch: Batch) -> bool:
+        """Return whether the step's tokens are sent in the experts' input format, block FP8."""
+        return not self.stays and input_format == FP8_INPUT
+
+    def dispatch_quantized(
+        self, x: Quantized, ids: Tensor, weights: Tensor, batch: Batch
+    ) -> tuple[Quantized, Tensor, Tensor]:
+        """Send tokens as E4M3 values and scales; see ``dispatch``.
+
+        A token's values and scales depend on its row alone, so they are those that the experts
+        would compute from the tokens sent in 16 bits.
+        """
+        sent, ids, weights = AllGatherExchange.dispatch(self, row_bytes(x), ids, weights, batch)
+        return from_row_bytes(sent, x.values.shape[1]), ids, weights
+
     def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:
         if self.stays:
             return self._collectives.all_reduce(y if partial is None else y.add_(partial), "tp")
@@ -365,3 +382,18 @@ def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     sizes = [4 * width, 4 * width, packed.shape[-1] - 8 * width]
     ids, weights, x = (part.contiguous() for part in torch.split(packed, sizes, dim=-1))
     return x.view(dtype), ids.view(torch.int32).long(), weights.view(torch.float32)
+
+
+def row_bytes(x: Quantized) -> Tensor:
+    """Return the bytes of values E4M3 [T, hidden] and their scales, uint8 [T, hidden + 4 G]."""
+    assert x.scales is not None, "E4M3 values have scales"
+    parts = (x.values, x.scales)
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
+
+
+def from_row_bytes(rows: Tensor, hidden: int) -> Quantized:
+    """Return the tokens of ``row_bytes`` in the layout that kernels read."""
+    values, scales = empty_quantized(len(rows), hidden, rows.device)
+    values.view(torch.uint8).copy_(rows[:, :hidden])
+    scales.copy_(rows[:, hidden:].contiguous().view(torch.float32))
+    return Quantized(values, scales)

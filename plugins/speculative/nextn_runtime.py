@@ -9,7 +9,14 @@ from torch import Tensor
 from glowplug.core.errors import GlowplugError
 from glowplug.core.layers.embedding import LmHead
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
+from glowplug.core.protocols import (
+    Limits,
+    Model,
+    ModelFamily,
+    Sampler,
+    SlicedVocabulary,
+    Worker,
+)
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.plugins.speculative.frequent_tokens import FrequentTokens
@@ -19,6 +26,8 @@ from glowplug.plugins.speculative.shared.model_drafts import ModelDrafts
 
 class NextN(ModelDrafts):
     """The ``protocols.SpeculativeAlgorithm`` of drafts by the checkpoint's NextN layer."""
+
+    passes_rows = True
 
     def __init__(self, options: NextNOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -56,6 +65,9 @@ class NextN(ModelDrafts):
         if self._frequent is None:
             return super().draft_logits(hidden)
         return self._frequent.head.forward(hidden)
+
+    def sliced_head(self) -> SlicedVocabulary | None:
+        return super().sliced_head() if self._frequent is None else self._frequent.head
 
     def target_ids(self, ids: Tensor) -> Tensor:
         return ids if self._frequent is None else self._frequent.head.ids[ids]

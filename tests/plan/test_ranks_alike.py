@@ -112,6 +112,16 @@ def test_pushed_tokens_have_buffers_in_the_budget(plan_of: Any) -> None:
     assert added == 2 * buffer_words(4, size.capacity) * WORD_BYTES > 0
 
 
+def test_the_plan_states_how_tokens_reach_their_experts(plan_of: Any) -> None:
+    def stated(*parallel: Any) -> list[tuple[str, str]]:
+        decisions = plan_of(*parallel).decisions
+        return [(one.value, one.by) for one in decisions if one.field == "parallel.1.exchange"]
+
+    assert stated(TP, EP, DP) == [("all_gather", "auto")]
+    assert stated(TP, EP) == [], "tokens stay where they are"
+    assert stated(TP, EP | {"exchange": "push"}, DP) == [("push", "operator")]
+
+
 def test_pushed_tokens_take_no_more_memory_in_float32() -> None:
     wide, narrow = (expert_buffer_size(7168, 8, 256, element) for element in (4, 2))
     assert narrow.capacity - wide.tile < wide.capacity <= narrow.capacity

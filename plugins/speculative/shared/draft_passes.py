@@ -13,11 +13,12 @@ from torch import Tensor
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.speculative_options import SpeculativeOptions
-from glowplug.core.protocols import AttentionBackend, Limits, Worker
+from glowplug.core.protocols import AttentionBackend, Limits, SlicedVocabulary, Worker
 from glowplug.core.speculation.tree_growth import Growth, first_growth, grown_tree, next_growth
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.to_device import send
+from glowplug.kernels.sampling import reference
 from glowplug.plugins.speculative.shared.drafting import (
     DraftPositions,
     NewestTokens,
@@ -63,6 +64,8 @@ class DraftPasses:
         self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
         # ones, because no sequence is empty
         self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
+        #: counters of ``greedy.best_keys``
+        self._arrived = torch.zeros(limits.rows, dtype=torch.int32, device=self._device)
 
     def _shape_of(self, batch: Batch) -> DraftShape:
         """Return the size of the drafts of the decode rows of ``batch``."""
@@ -179,8 +182,8 @@ class DraftPasses:
             The hidden states of the pass, and the tokens drafted so far, [D, n + 1].
         """
         hidden = self._forward(step, drafted[:, -1], hidden)
-        best = self.target_ids(self.draft_logits(hidden).argmax(-1, keepdim=True))
-        return hidden, torch.cat([drafted, best], 1)
+        best = self.target_ids(self._most_likely(hidden))
+        return hidden, torch.cat([drafted, best[:, None]], 1)
 
     def _draft_tree(
         self,
@@ -254,6 +257,23 @@ class DraftPasses:
         best = logits.topk(count, -1)
         return self.target_ids(best.indices), best.values - logits.logsumexp(-1, keepdim=True)
 
+    def _most_likely(self, hidden: Tensor) -> Tensor:
+        """Return the index in ``draft_logits`` of the most likely token, int64 [N].
+
+        ``hidden``: hidden states of a draft pass, [N, hidden].
+        """
+        head = self.sliced_head()
+        if head is None or head.slices is None:
+            return self.draft_logits(hidden).argmax(-1)
+        logits = head.sliced_logits(hidden)
+        first = head.slices.shard.start
+        if not hidden.is_cuda:
+            keys = reference.best_keys(logits, first)
+            return reference.best_of_keys(head.slices.exchange(keys))[0]
+        from glowplug.kernels.sampling.greedy import best_keys, best_of_keys
+
+        return best_of_keys(head.slices.exchange(best_keys(logits, first, self._arrived)))[0]
+
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the tokens that drafts choose from, float32 [N, C].
 
@@ -261,6 +281,10 @@ class DraftPasses:
         """
         logits: Tensor = self._model.logits(hidden)
         return logits
+
+    def sliced_head(self) -> SlicedVocabulary | None:
+        """Return the head of ``draft_logits``; None if it cannot return a rank's slice of them."""
+        return self._model if isinstance(self._model, SlicedVocabulary) else None
 
     def target_ids(self, ids: Tensor) -> Tensor:
         """Return the target's ids of indices into ``draft_logits``; equal by default."""
