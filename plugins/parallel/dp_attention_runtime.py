@@ -60,7 +60,7 @@ class DpAttention(Unsplit):
 
         Return None for other weights, which the other strategies split.
         """
-        projects = role == "row" and name.endswith(".o_proj")
+        projects = role == "heads_row"
         if not projects and role not in ("heads", "vocab"):
             return None
         ranks = self._ranks_a_group
