@@ -110,6 +110,19 @@ class Experts(Module):
         self.method.finalize()
 
 
+def _shared_expert(context: BuildContext, name: str, sizes: MoeSizes) -> Mlp:
+    """Return the shared expert as a layer of its own; the caller sums its partial results."""
+    return Mlp(
+        context,
+        name,
+        sizes.hidden,
+        sizes.shared,
+        reduce=False,
+        matrices=sizes.names,
+        shared=True,
+    )
+
+
 class Moe(Module):
     """Routed experts plus shared expert.
 
@@ -138,17 +151,7 @@ class Moe(Module):
             shared_name if fused_shared else "",
             parts=self._gives_parts and not separate,
         )
-        self.shared: Mlp | None = None
-        if separate:
-            self.shared = Mlp(
-                context,
-                shared_name,
-                sizes.hidden,
-                sizes.shared,
-                reduce=False,
-                matrices=sizes.names,
-                shared=True,
-            )
+        self.shared = _shared_expert(context, shared_name, sizes) if separate else None
         # NOTE: experts that start before the gate has chosen could not wait for masked ids
         early = fused_shared > 0 and self.gate.sets_ready and not context.parallel.moves_tokens
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
