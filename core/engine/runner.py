@@ -15,11 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from glowplug.core.engine.device_fields import flatten, host_arrays, logits_index, set_device_fields
+from glowplug.core.engine.faults.sampler_rows import SamplerRows
 from glowplug.core.engine.grammars import RankGrammars
 from glowplug.core.engine.in_flight import InFlight, pack, tensors_of
 from glowplug.core.engine.tiers.rank_tier import RankTier
 from glowplug.core.layers.step_logits import StepLogits
 from glowplug.core.plan.budget.step import SCORED
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     AttentionBackend,
     GraphRunner,
@@ -39,11 +41,18 @@ from glowplug.core.step.to_host import HostCopier
 Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
 
+def _sampled_last_layer(model: Model) -> SampledLastLayer:
+    """Return ``model`` as one whose last layer runs for the sampled tokens only."""
+    assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
+    return model
+
+
 class Runner:
     """The object that runs batches on one rank. It only reads the sequence table.
 
     ``layers``: number of the target's layers in the KV pool; drafts' layers follow them.
     ``grammars``: the grammars of the rank's sequences; None: no sequence has one.
+    ``plan``: names the sampler in the errors of sequences; None: its exceptions are not caught.
     ``tier``: the tier of the prefix cache, whose copies precede each step; None: it has none.
     """
 
@@ -65,6 +74,7 @@ class Runner:
         layers: int = 0,
         simulated: SimulatedAcceptance | None = None,
         grammars: RankGrammars | None = None,
+        plan: EnginePlan | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -77,13 +87,11 @@ class Runner:
         self.device = torch.device(device)
         self._on_host = self.device.type == "cpu"
         self._copier = None if self._on_host else HostCopier()
-        self._ends_model: SampledLastLayer | None = None
-        if sampled_last_layer:
-            assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
-            self._ends_model = model
+        self._ends_model = _sampled_last_layer(model) if sampled_last_layer else None
         self.step_logits = StepLogits(model, speculative, sampler)
         self._layers = layers
         self._simulated = simulated
+        self.sampler_rows = SamplerRows(sampler, simulated, plan)
         self.grammars = grammars or RankGrammars()
         self._speculates = speculative.width() > 1
 
@@ -104,13 +112,13 @@ class Runner:
             graph = self.graphs.graph_for(batch)
             scored: list[PromptLogprobs] = []
             if graph is not None:
-                self._plan_sampling(batch)
+                self.sampler_rows.plan_step(batch)
                 filled = self.graphs.fill(graph, batch)
                 filled.joined = batch.joined
                 accepted = self.step(filled)[0]
             else:
                 self._complete(batch)
-                accepted, hidden = self.step(batch, partial(self._plan_sampling, batch))
+                accepted, hidden = self.step(batch, partial(self.sampler_rows.plan_step, batch))
                 if batch.prompt_logprobs is not None:
                     scored = self._prompt_logprobs(batch, hidden)
             inflight = self._to_host(batch, accepted, scored)
@@ -232,22 +240,6 @@ class Runner:
         """
         places = batch.kv_slots[: path.numel()].view(path.shape)
         self.attention.move_entries(places.gather(1, path), places, range(self._layers))
-
-    def _plan_sampling(self, batch: Batch) -> None:
-        for row in batch.left:
-            self.sampler.leave(row)
-        for sequence in batch.joined:
-            if sequence.row >= 0:
-                self.sampler.join(
-                    sequence.row,
-                    sequence.params,
-                    sequence.all_tokens(),
-                    len(sequence.prompt),
-                    sequence.stop_ids,
-                )
-                if self._simulated is not None:
-                    self._simulated.join(sequence.row, sequence.params)
-        self.sampler.plan_step(batch)
 
     def _complete(self, batch: Batch) -> None:
         """Set the device fields of ``batch`` from one packed host buffer.

@@ -39,6 +39,21 @@ class Stall:
     ids: list[int]
     reason: str
 
+    def ends(self, ended: StepOutput | None) -> StepOutput:
+        """Return the ends of the sequences.
+
+        Args:
+            ended: the scheduler's output; sequences that it has lost are not in it.
+        """
+        output = ended or StepOutput()
+        known = {end.id for end in output.finished}
+        output.finished += [Finished(id, "error") for id in self.ids if id not in known]
+        for end in output.finished:
+            if end.error_code is None:
+                end.error = f"the engine has ended the request: {self.reason}"
+                end.error_code = CODE
+        return output
+
 
 def fix(slot: str) -> str:
     """Return the end of a reason: the phase, and what helps against a fault of ``slot``."""

@@ -289,7 +289,9 @@ class Scheduler(Protocol):
         Returns:
             The step; None if there is nothing to launch now. It must not be None when no batch is
             in flight and a sequence waits or runs: after a second of such results, the engine ends
-            the sequences with an error that names the scheduler (code "stalled").
+            the sequences with an error that names the scheduler (code "stalled"). It is None in a
+            call in which policy or cache has failed for a sequence, which ends with
+            ``EnginePlan.failed_call``: ranks compare such faults before the next step.
         """
         ...
 

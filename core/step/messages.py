@@ -326,12 +326,15 @@ class Turn(msgspec.Struct, array_like=True):
         stop: True: the front end has gone; every rank leaves its loop.
         grammars: (sequence id, error) of sequences whose grammar rank 0 has compiled; "": it is
             good.
+        failed: (sequence id, error) of the sequences of rank 0's group that a component's failed
+            call has ended since the last turn.
     """
 
     now: float
     frames: list[bytes] = []
     stop: bool = False
     grammars: list[tuple[int, str]] = []
+    failed: list[tuple[int, str]] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

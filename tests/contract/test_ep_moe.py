@@ -106,13 +106,14 @@ def test_the_shared_expert_is_the_group_s_own() -> None:
     """
     held = [strategy(rank, {"tp": 4, "ep": 4, "dp": 2}) for rank in range(4)]
     name = "model.layers.1.mlp.shared_experts.down_proj"
-    parts = [ep.shard("row", name, 384, 128) for ep in held]
+    parts = [ep.shard("shared_row", name, 384, 128) for ep in held]
     assert [(p.start, p.size, p.reduce, p.axis) for p in parts if p] == [
         (0, 256, True, "attn_tp"),
         (256, 128, True, "attn_tp"),
     ] * 2
     assert held[0].shard("row", "model.layers.0.mlp.down_proj", 384) is None
-    alone = strategy(0, {"tp": 4, "ep": 4, "dp": 4}).shard("column", name, 384)
+    assert held[0].shard("row", name, 384) is None, "the role decides, not the name"
+    alone = strategy(0, {"tp": 4, "ep": 4, "dp": 4}).shard("shared_column", name, 384)
     assert alone is not None and (alone.size, alone.gather) == (384, False)
 
 

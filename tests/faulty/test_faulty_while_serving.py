@@ -24,20 +24,6 @@ MARKED = 13  #: ``max_tokens`` of the request that a faulty component fails at
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 #: fault -> (slot, body of the runtime class, what the message says, method)
 IN_A_STEP: dict[str, tuple[str, str, str, str]] = {
-    "a policy that raises": (
-        "policy",
-        "    def order(self, waiting, cached):\n        return sorted(waiting)",
-        "TypeError",
-        "in order",
-    ),
-    "a sampler that raises for one request": (
-        "sampling",
-        "    def join(self, row, params, *rest):\n"
-        f"        assert params.max_tokens != {MARKED}, 'unlucky'\n"
-        "        super().join(row, params, *rest)",
-        "AssertionError: unlucky",
-        "in join",
-    ),
     "attention that raises in long rows": (
         "attention",
         "    def plan_step(self, batch, graph):\n"
@@ -47,17 +33,33 @@ IN_A_STEP: dict[str, tuple[str, str, str, str]] = {
         "ValueError: too long",
         "in plan_step",
     ),
-    "a cache that raises at insertion": (
+    "a cache that loses count of locks": (
         "cache",
-        "    def insert(self, tokens, pages, salt):\n        return pages[5000]",
-        "IndexError",
+        "    def lock(self, match, delta):\n        raise KeyError(delta)",
+        "KeyError",
+        "in lock",
+    ),
+    "a cache that raises after it took pages": (
+        "cache",
+        "    def insert(self, tokens, pages, salt):\n"
+        "        return super().insert(tokens, pages, salt)[5000]",
+        "the cache holds pages of the request",
         "in insert",
     ),
-    "a cache that loses count": (
+    "a cache that raises after it evicted pages": (
         "cache",
-        "    def match(self, tokens, salt):\n        raise KeyError(tuple(tokens.tolist()))",
-        "KeyError",
-        "in match",
+        "    def insert(self, tokens, pages, salt):\n"
+        "        if self.size()[1]:\n"
+        "            return self.evict(1)[5000]\n"
+        "        return super().insert(tokens, pages, salt)",
+        "the accounts of pages disagree",
+        "in insert",
+    ),
+    "a sampler that cannot clear a row": (
+        "sampling",
+        "    def leave(self, row):\n        raise ValueError('stuck')",
+        "ValueError: stuck",
+        "in leave",
     ),
     "an algorithm whose drafts raise": (
         "speculative",
