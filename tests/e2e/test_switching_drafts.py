@@ -67,16 +67,16 @@ def wanted(folder: Path) -> Iterator[tuple[list[Completion], list[Completion]]]:
 DRAFTS: dict[str, tuple[dict[str, Any], set[int]]] = {
     "one": ({"steps": 1}, {1, 2}),
     "chain": ({"steps": 3}, {1, 2, 4}),
-    "tree": ({"steps": 3, "topk": 3, "draft_tokens": 8}, {1, 4, 8}),
+    "tree": ({"steps": 3, "topk": 3, "draft_tokens": 8}, {1, 2, 4, 8}),
     "ngram": ({"use": "ngram", "steps": 3}, {1, 2, 4}),
     "ngram_tree": (
         {"use": "ngram", "steps": 3, "topk": 3, "draft_tokens": 8},
-        {1, 4, 8},
+        {1, 2, 4, 8},
     ),
     "standalone": ({"use": "standalone", "steps": 3}, {1, 2, 4}),
     "standalone_tree": (
         {"use": "standalone", "steps": 3, "topk": 3, "draft_tokens": 8},
-        {1, 4, 8},
+        {1, 2, 4, 8},
     ),
 }
 
