@@ -229,7 +229,8 @@ def _option_hint(
     having = [name for name, fields in owners.items() if key in fields and name != use]
     if having:
         section = dotted(path[:-1])
-        return f'it is an option of {", ".join(having)}: write {section}.use = "{having[0]}"'
+        fix = f'it is an option of {", ".join(having)}: write {section}.use = "{having[0]}"'
+        return f"{fix}, or leave it out" if "use" in holder else fix
     fields = owners.get(use) or sorted({name for fields in owners.values() for name in fields})
     close = difflib.get_close_matches(key, fields, 1, 0.6)
     return f"did you mean {close[0]!r}?" if close else _known_options(use, fields)

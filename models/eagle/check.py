@@ -35,6 +35,13 @@ def check_head(context: CheckContext) -> Iterator[Refusal]:
     for reason, fix in reasons:
         yield Refusal("models", FOLDER, reason, fix)
     size = EagleConfig.read(head).draft_vocab
+    if not reasons and size < head.vocab_size and chosen[0].options.head_rows():
+        yield Refusal(
+            "models",
+            "speculative.draft_vocabulary",
+            f"the head has a draft vocabulary of its own, {size} of {head.vocab_size} tokens",
+            "leave it out",
+        )
     branches = getattr(chosen[0].options, "topk", 1)
     if not reasons and branches > size:
         yield Refusal(

@@ -83,7 +83,8 @@ def _draft_head_line(proposal: Proposal) -> list[BudgetLine]:
     rows = speculative.options.head_rows() if speculative is not None else 0
     if not rows:
         return []
-    model = proposal.facts.model
+    whole = proposal.draft
+    model = proposal.facts.model if whole is None else whole.facts.model
     own = -(-rows // axis_size("attn_tp", proposal.values.mesh))
     size = own * model.hidden_size * DTYPE_BYTES[proposal.values.dtype]
     return [BudgetLine(DRAFT_HEAD, size, f"{rows} tokens that drafts choose from")]

@@ -151,18 +151,18 @@ def plan_reads(plan: EnginePlan) -> DraftReads | None:
     draft = plan.facts.draft
     if plan.draft_choices:
         assert draft is not None, "the draft is a whole model"
-        return DraftReads(draft, stores_last=True)
+        rows = _draft_head_rows(plan, draft)
+        return DraftReads(replace(draft, vocab_size=rows or draft.vocab_size), stores_last=True)
     if not plan.sizes.draft_layers:
         return None
-    rows = _draft_head_rows(plan)
+    rows = _draft_head_rows(plan, plan.facts.model)
     if draft is not None and not draft.nextn_layers:
         return eagle_reads(draft, plan.mesh, rows)
     return nextn_reads(draft or plan.facts.model, rows)
 
 
-def _draft_head_rows(plan: EnginePlan) -> int:
-    """Return the tokens that drafts choose from; 0 for all."""
-    model = plan.facts.model
+def _draft_head_rows(plan: EnginePlan, model: ModelFacts) -> int:
+    """Return the tokens that drafts choose from; 0 for all. ``model``: model with their head."""
     row = model.hidden_size * DTYPE_BYTES[plan.dtype]
     held = sum(line.bytes for line in plan.budget if line.name == DRAFT_HEAD)
     return held // row * axis_size("attn_tp", plan.mesh)
