@@ -126,11 +126,11 @@ def context_ends_alike(llm: LLM, plain: LLM) -> None:
     all_pages_are_back(llm)
 
 
-def follows_distribution(llm: LLM, plain: LLM) -> None:
-    """Test the second token of 2000 seeded draws, a verified draft or its correction, against its
-    marginal.
+def follows_distribution(llm: LLM, plain: LLM, count: int = 2000) -> None:
+    """Test the second token of ``count`` seeded draws, a verified draft or its correction, against
+    its marginal.
 
-    Arguments as in ``limits_are_exact``.
+    Other arguments as in ``limits_are_exact``.
     """
     prompt = prompts()[2]
     every = SamplingParams(max_tokens=1, temperature=1.0, logprobs=VOCAB, ignore_eos=True)
@@ -147,7 +147,7 @@ def follows_distribution(llm: LLM, plain: LLM) -> None:
     )
     draws = [
         SamplingParams(max_tokens=3, temperature=1.0, seed=seed, ignore_eos=True)
-        for seed in range(2000)
+        for seed in range(count)
     ]
     tokens = [one.token_ids[1] for one in llm.generate([prompt] * len(draws), draws)]
     assert llm.stats.accepted_tokens > 50
