@@ -14,10 +14,9 @@ Steps with small drafts show nothing about larger ones. A step therefore has dra
 larger size when most rows are new, and otherwise rarely, which is paid for from a small share of
 the time (``EXPLORED``). It costs nothing if its drafts are accepted, and is then repeated at once.
 
-Everything is computed on the host from committed results, and without a clock (``clocked``) is
-deterministic. A step of the
-same rows as the one before keeps its size for ``DECIDED_STEPS`` steps, and their results are added
-together: with small models the host's time is that of the step.
+Everything is computed on the host from committed results and rank 0's seconds, so that ranks choose
+alike. A step of the same rows as the one before keeps its size for ``DECIDED_STEPS`` steps, and
+their results are added together: with small models the host's time is that of the step.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class AdaptivePolicy:
         shapes: the sizes of the drafts, ascending by tokens.
         costs: seconds of a step for each of ``shapes``.
         rows: number of rows of the sequence table.
-        clocked: correct ``costs`` by the seconds of steps in service. Ranks measure different
-            seconds and would choose differently, so this is for an engine of one rank.
+        clocked: correct ``costs`` by the seconds of steps in service.
     """
 
     def __init__(
