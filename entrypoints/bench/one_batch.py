@@ -227,12 +227,15 @@ def _run(
                 report.append_line(Path(args.result_filename), records[-1])
             if args.save:  # after each shape, so that an interrupted run keeps its results
                 report.write_json(Path(args.save), document(llm, records, floor))
+    print(_table(records))
+    return 1 if any("error" in found for found in records) else 0
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    """Return the table of the records, with columns about drafts if there were any."""
     drafted = any(found.get("accept_length") for found in records)
     columns = (*COLUMNS, *DRAFT_COLUMNS) if drafted else COLUMNS
-    print(
-        report.table(columns, [[found.get(column, "-") for column in columns] for found in records])
-    )
-    return 1 if any("error" in found for found in records) else 0
+    return report.table(columns, [[found.get(name, "-") for name in columns] for found in records])
 
 
 def _floor(

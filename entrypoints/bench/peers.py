@@ -27,7 +27,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.floor import Card, measured_card
 from glowplug.entrypoints.bench.others.layout import ONE_GPU, OURS
-from glowplug.entrypoints.bench.others.step_floor import mean_token_seconds
+from glowplug.entrypoints.bench.others.step_floor import SHAPES, served_floors
 
 #: columns after those of the engines
 EXTRA_COLUMNS = (
@@ -70,10 +70,9 @@ STATIC_METRICS = (
     Metric("decode_ms", "decode step, ms", True),
     Metric("prefill_tokens_per_s", "prefill, tokens/s", False),
 )
-PREFILL_FLOOR = "mean_ttft_ms"  #: metric whose floor does not depend on drafts
 SERVING_METRICS = (
     Metric("output_throughput", "serving, output tokens/s", False),
-    Metric(PREFILL_FLOOR, "serving, mean TTFT in ms", True),
+    Metric("mean_ttft_ms", "serving, mean TTFT in ms", True),
     Metric("mean_tpot_ms", "serving, mean TPOT in ms", True),
 )
 
@@ -222,9 +221,6 @@ def merged(one: Points, other: Points) -> Points:
 def with_floors(ours: Points, path: Path, model_path: str, card: Card) -> Points:
     """Add the floors (least times) to ``ours``, the serving points read from ``path``.
 
-    Drafts are taken to be those of the checkpoint's next-token layer; for drafts of a checkpoint
-    without one, only the floor of prefill is added.
-
     ``card``: the card of each rank.
     """
     from glowplug.core.plugin.registry import load_plugins
@@ -233,25 +229,17 @@ def with_floors(ours: Points, path: Path, model_path: str, card: Card) -> Points
     lines = _records(path)
     prompt = int(lines[0]["random_input_len"])
     output = int(lines[0]["random_output_len"])
-    drafts = {int(line["max_concurrency"] or 0): line for line in lines if drafted(line)}
-    found = {}
-    for at, values in ours.items():
-        spent = None
-        if at in drafts and model.nextn_layers:
-            line = drafts[at]
-            shapes, length = line["draft_shapes"], line["accept_length"]
-            middle = prompt + output // 2
-            spent = mean_token_seconds(card, model, shapes, length, at, middle)
-        floors = card.served(model, at, prompt, output, spent)
-        if at in drafts and spent is None:
-            floors = {PREFILL_FLOOR: floors[PREFILL_FLOOR]}
-        found[at] = values | {f"floor_{key}": floor for key, floor in floors.items()}
-    return found
-
-
-def drafted(line: Record) -> bool:
-    """Return whether a serving run has verified drafts."""
-    return bool(line.get("draft_shapes"))
+    drafted = {int(line["max_concurrency"] or 0): line for line in lines if line.get(SHAPES)}
+    return {
+        at: values
+        | {
+            f"floor_{key}": floor
+            for key, floor in served_floors(
+                card, model, at, prompt, output, drafted.get(at)
+            ).items()
+        }
+        for at, values in ours.items()
+    }
 
 
 #: conditions that every line of a serving run repeats

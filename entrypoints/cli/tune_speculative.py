@@ -189,11 +189,15 @@ def _measure(
             measure_drafts(llm, used[:rows], rows, min(length, WARM_TOKENS), shape.tokens)
             speed = measure_drafts(llm, used, rows, length, shape.tokens)
             records[rows, shape] = _record(rows, shape, speed)
-            print(
-                f"batch size {rows}, drafts {shape}: {speed.tokens_per_s:.1f} tokens/s, "
-                f"accept length {speed.accept_length:.2f}",
-                flush=True,
-            )
+            print(_measured(rows, shape, speed), flush=True)
+
+
+def _measured(rows: int, shape: DraftShape, speed: DraftSpeed) -> str:
+    """Return a measurement as a line of text."""
+    return (
+        f"batch size {rows}, drafts {shape}: {speed.tokens_per_s:.1f} tokens/s, "
+        f"accept length {speed.accept_length:.2f}"
+    )
 
 
 def _record(rows: int, shape: DraftShape, speed: DraftSpeed) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class Standalone(DraftPasses):
 
     def _forward(self, step: Batch, tokens: Tensor, hidden: Tensor | None) -> Tensor:
         step.input_ids = tokens
-        return self._model.forward(step.input_ids, step.positions, step)
+        result: Tensor = self._model.forward(step.input_ids, step.positions, step)
+        return result
 
     def _store_last(self, batch: Batch, tokens: Tensor) -> None:
         """Run the pass that stores the entries which the draft passes have not stored.

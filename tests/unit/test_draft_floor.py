@@ -183,7 +183,7 @@ def test_served_drafts_beside_their_floor(v3_slice: ModelFacts, tmp_path: Path) 
 def test_served_drafts_of_a_model_without_a_next_token_layer(
     plugins: PluginSet, tmp_path: Path
 ) -> None:
-    """What its draft reads is not known, so only prompts have a floor."""
+    """Only prompts have a floor, as the bytes of its draft are not known."""
     llama(plugins, tmp_path)
     tables = compared(tmp_path, str(tmp_path))
     with_floor = {title for title, (row,) in tables.items() if "floor" in row}

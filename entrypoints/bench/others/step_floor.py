@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
@@ -26,6 +27,9 @@ from glowplug.entrypoints.bench.others.floor import (
     step_bytes,
 )
 from glowplug.entrypoints.bench.ranks.exchange_times import ExchangeTimes
+
+TTFT = "mean_ttft_ms"  #: metric of a server that drafts do not change
+SHAPES = "draft_shapes"  #: key of a serving run's verify steps by shape of the drafts
 
 
 @dataclass(frozen=True)
@@ -187,34 +191,50 @@ def exchange_seconds(
     )
 
 
-def mean_token_seconds(
+def served_floors(
     card: Card,
     model: ModelFacts,
-    shapes: Mapping[str, int],
-    accept_length: float,
     rows: int,
-    context: int,
-) -> float:
-    """Return the least seconds in which each sequence gains a token with drafts by a NextN layer.
+    prompt: int,
+    output: int,
+    drafted: Mapping[str, Any] | None,
+) -> dict[str, float]:
+    """Return the floors of a server's metrics at one concurrency; see ``Card.served``.
+
+    Drafts are taken to be those of the checkpoint's next-token layer. Of a checkpoint without one,
+    only the floor that does not depend on drafts is returned.
 
     Args:
         card: the card of each rank.
         model: facts of the checkpoint.
-        shapes: verify steps by shape of the drafts, as a record has them.
-        accept_length: tokens that a verify step gains on average.
-        rows: number of sequences.
-        context: tokens of each sequence.
+        rows: the concurrency.
+        prompt: prompt tokens of a request.
+        output: output tokens of a request.
+        drafted: record of the run, if drafts were verified in it.
     """
+    if drafted is None:
+        return card.served(model, rows, prompt, output)
+    middle = prompt + output // 2
+    if not model.nextn_layers:
+        return {TTFT: card.served(model, rows, prompt, output)[TTFT]}
+    seconds = sum(
+        count * _least_seconds(card, model, DraftShape(*map(int, name.split("/"))), rows, middle)
+        for name, count in drafted[SHAPES].items()
+    )
+    gained = sum(drafted[SHAPES].values()) * drafted["accept_length"]
+    return card.served(model, rows, prompt, output, seconds / gained)
+
+
+def _least_seconds(
+    card: Card, model: ModelFacts, shape: DraftShape, rows: int, context: int
+) -> float:
+    """Return the least seconds of a step with drafts by a next-token layer."""
     reads = nextn_reads(model)
-    seconds = 0.0
-    for name, count in shapes.items():
-        shape = DraftShape(*map(int, name.split("/")))
-        moved = draft_step_bytes(model, shape, rows, context, reads, mesh=card.mesh)
-        seconds += count * moved.seconds(card.bandwidth)
-        if card.exchanges is not None:
-            sent = exchange_seconds(card.exchanges, model, shape, rows, reads, card.mesh)
-            seconds += count * sent
-    return seconds / sum(shapes.values()) / accept_length
+    moved = draft_step_bytes(model, shape, rows, context, reads, mesh=card.mesh)
+    found = moved.seconds(card.bandwidth)
+    if card.exchanges is not None:
+        found += exchange_seconds(card.exchanges, model, shape, rows, reads, card.mesh)
+    return found
 
 
 class StepFloor:
@@ -281,10 +301,7 @@ class StepFloor:
         ``drafts``: counters of the run's steps.
         """
         steps = [one for one in drafts if one.engine_steps > 0]
-        total = sum(one.engine_steps for one in steps)
-        shares: dict[DraftShape | None, float] = {
-            DraftShape(one.steps, one.topk, one.tokens): one.engine_steps / total for one in steps
-        } or {None: 1.0}
+        shares = _shares(steps) or {None: 1.0}
         moved = sum(
             share * self.bytes_of(batch, context, shape).total for shape, share in shares.items()
         )
@@ -299,9 +316,20 @@ class StepFloor:
         if any(one.steps for one in steps):
             plain = self.bytes_of(batch, context).seconds(self.bandwidth)
             plain += self.exchange_seconds(batch)
-            gained = sum(one.engine_steps * (Acceptance([one]).length or 1.0) for one in steps)
-            found["allowed_speedup"] = gained / total * plain / least
+            found["allowed_speedup"] = _mean_gain(steps) * plain / least
         return found
+
+
+def _shares(steps: Sequence[DraftCounts]) -> dict[DraftShape | None, float]:
+    """Return the share of the engine's steps that had drafts of each size."""
+    total = sum(one.engine_steps for one in steps)
+    return {DraftShape(one.steps, one.topk, one.tokens): one.engine_steps / total for one in steps}
+
+
+def _mean_gain(steps: Sequence[DraftCounts]) -> float:
+    """Return the tokens that a row gains in a step on average."""
+    gained = sum(one.engine_steps * (Acceptance([one]).length or 1.0) for one in steps)
+    return gained / sum(one.engine_steps for one in steps)
 
 
 def about_floor(ranks: int, exchanges: ExchangeTimes | None) -> str:
