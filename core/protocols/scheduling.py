@@ -206,8 +206,7 @@ class DraftPolicy(Protocol):
     The ranks of a group call it alike and choose alike.
 
     Attributes:
-        clocked: ``took`` is to be called. Only for an engine of one rank: ranks measure different
-            seconds.
+        clocked: ``took`` is to be called, on all ranks with the same seconds.
     """
 
     clocked: bool
@@ -234,9 +233,14 @@ class DraftPolicy(Protocol):
         ...
 
     def took(self, rows: int, shape: DraftShape, seconds: float) -> None:
-        """Note the seconds of a step of ``rows`` decoding rows and no others.
+        """Note the seconds of a step of decoding rows and no others, in all groups of ranks.
 
-        They are counted from the end of the step before, also one of decoding rows alone.
+        They are those of rank 0, from turn to turn (``Worker.clock``).
+
+        Args:
+            rows: number of decoding rows of the largest group.
+            shape: size of their drafts.
+            seconds: seconds of the step.
         """
         ...
 

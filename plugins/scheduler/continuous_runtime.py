@@ -103,7 +103,7 @@ class Continuous:
         self.cache = cache
         self.policy = policy
         self.rows = Rows(table, pages, cache, self._faults)
-        self.decodes = Decodes(self.rows, pages, sizes)
+        self.decodes = Decodes(self.rows, pages, sizes, self.clock)
         self.queue = Queue()
         self.scores = continuous_commit.PromptScores()
         self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)

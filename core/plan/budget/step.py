@@ -19,6 +19,7 @@ from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.offers import SamplerOffers
 
 CUDA_RUNTIME = 736 * MIB  #: bytes of the CUDA context, kernel code and libraries' workspaces
+DRAFT_HEAD = "draft head"  #: name of the budget line for the draft's copy of rows of the head
 RESERVED = "attention buffers"  #: name of the budget line for ``AttentionOffers.reserves``
 DRAFT_STATE = "draft state"  #: name of the budget line for ``SpeculativeOffers.reserves``
 HOST_COPIES = 3.0  #: memory of float32 logits and of sampling on a CPU, in copies of the logits
@@ -82,10 +83,11 @@ def _draft_head_line(proposal: Proposal) -> list[BudgetLine]:
     rows = speculative.options.head_rows() if speculative is not None else 0
     if not rows:
         return []
-    model = proposal.facts.model
+    whole = proposal.draft
+    model = proposal.facts.model if whole is None else whole.facts.model
     own = -(-rows // axis_size("attn_tp", proposal.values.mesh))
     size = own * model.hidden_size * DTYPE_BYTES[proposal.values.dtype]
-    return [BudgetLine("draft head", size, f"{rows} tokens that drafts choose from")]
+    return [BudgetLine(DRAFT_HEAD, size, f"{rows} tokens that drafts choose from")]
 
 
 def _draft_state_line(proposal: Proposal, rows: int) -> list[BudgetLine]:

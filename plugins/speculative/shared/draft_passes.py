@@ -10,15 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glowplug.core.errors import GlowplugError
+from glowplug.core.layers.embedding import LmHead
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
-from glowplug.core.plugin.speculative_options import SpeculativeOptions
-from glowplug.core.protocols import AttentionBackend, Limits, SlicedVocabulary, Worker
+from glowplug.core.protocols import (
+    AttentionBackend,
+    Collectives,
+    Limits,
+    Sampler,
+    SlicedVocabulary,
+    Worker,
+)
+from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.speculation.tree_growth import Growth, first_growth, grown_tree, next_growth
-from glowplug.core.step.batch import Batch
+from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.to_device import send
 from glowplug.kernels.sampling import reference
+from glowplug.plugins.speculative.knobs import KnobOptions
 from glowplug.plugins.speculative.shared.drafting import (
     DraftPositions,
     NewestTokens,
@@ -26,6 +36,7 @@ from glowplug.plugins.speculative.shared.drafting import (
     next_draft_batch,
     repeated_padding,
 )
+from glowplug.plugins.speculative.shared.frequent_tokens import FrequentTokens
 from glowplug.plugins.speculative.shared.fused_chains import place_chains
 from glowplug.plugins.speculative.shared.host_chain import next_draft_batch_host
 
@@ -38,15 +49,22 @@ class DraftPasses:
     its newest token, and the number of tokens in the target's cache. Entries of rejected drafts in
     the draft's cache are overwritten before they are read.
 
-    Subclasses define :meth:`_forward` and :meth:`_pause`, and set ``_model`` and ``_attention``.
+    With a draft vocabulary, the drafts choose from its tokens by a head over these alone.
+
+    Subclasses define :meth:`_forward`, :meth:`_pause` and :meth:`_accepted`, and set ``_model`` and
+    ``_attention``.
     """
 
+    passes_rows = True
     first_key = 0  #: first position with an entry in the draft's cache (``Batch.first_key``)
     _model: Any  #: the draft model
     _attention: AttentionBackend  #: its attention
+    _collectives: Collectives  #: those of its head
 
-    def __init__(self, options: SpeculativeOptions, plan: EnginePlan, worker: Worker) -> None:
+    def __init__(self, options: KnobOptions, plan: EnginePlan, worker: Worker) -> None:
         self._options = options
+        self._leads = worker.rank == 0
+        self._frequent: FrequentTokens | None = None
         self._shape = plan.sizes.draft_shape
         self._shapes = plan.sizes.draft_shapes
         self._page_size = plan.sizes.page_size
@@ -66,6 +84,29 @@ class DraftPasses:
         self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
         #: counters of ``greedy.best_keys``
         self._arrived = torch.zeros(limits.rows, dtype=torch.int32, device=self._device)
+        vocabulary = self._options.draft_vocabulary
+        if vocabulary is not None:
+            spare = limits.rows - 1
+            self._frequent = FrequentTokens(
+                self._model.head, vocabulary, self._collectives, self._leads, spare
+            )
+
+    def _of_context(self, context: BuildContext, draft: Any) -> Any:
+        """Set what the draft uses of its build context, and return the draft model.
+
+        Raises:
+            GlowplugError: a draft vocabulary is given, and the model has no head that is core's.
+        """
+        self._attention = context.attention
+        self._collectives = context.collectives
+        self._model = draft
+        if self._options.draft_vocabulary is not None:
+            if not isinstance(getattr(draft, "head", None), LmHead):
+                raise GlowplugError(
+                    f"speculative.draft_vocabulary needs a draft with a head of core's; "
+                    f"{type(draft).__name__} has none. Leave the option out"
+                )
+        return draft
 
     def _shape_of(self, batch: Batch) -> DraftShape:
         """Return the size of the drafts of the decode rows of ``batch``."""
@@ -91,6 +132,8 @@ class DraftPasses:
     # ---- drafts ----------------------------------------------------------------------------------
 
     def draft(self, batch: Batch) -> Tensor:
+        if self._frequent is not None:
+            self._frequent.step()
         shape = self._shape_of(batch)
         batch.tree = None
         agreed = batch.agreed if self._grouped else None
@@ -265,7 +308,8 @@ class DraftPasses:
         head = self.sliced_head()
         if head is None or head.slices is None:
             return self.draft_logits(hidden).argmax(-1)
-        logits = head.sliced_logits(hidden)
+        read = hidden if self._frequent is None else self._head_input(hidden)
+        logits = head.sliced_logits(read)
         first = head.slices.shard.start
         if not hidden.is_cuda:
             keys = reference.best_keys(logits, first)
@@ -279,16 +323,37 @@ class DraftPasses:
 
         ``hidden``: hidden states of a draft pass, [N, hidden].
         """
-        logits: Tensor = self._model.logits(hidden)
+        logits: Tensor
+        if self._frequent is None:
+            logits = self._model.logits(hidden)
+        else:
+            logits = self._frequent.head.forward(self._head_input(hidden))
         return logits
 
     def sliced_head(self) -> SlicedVocabulary | None:
         """Return the head of ``draft_logits``; None if it cannot return a rank's slice of them."""
-        return self._model if isinstance(self._model, SlicedVocabulary) else None
+        head = self._model if self._frequent is None else self._frequent.head
+        return head if isinstance(head, SlicedVocabulary) else None
+
+    def _head_input(self, hidden: Tensor) -> Tensor:
+        """Return what the draft's head reads of hidden states; they themselves by default."""
+        return hidden
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """Return the target's ids of indices into ``draft_logits``; equal by default."""
-        return ids
+        """Return the target's ids of indices into ``draft_logits``."""
+        return ids if self._frequent is None else self._frequent.head.ids[ids]
+
+    # ---- acceptance ------------------------------------------------------------------------------
+
+    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        accepted = self._accepted(logits, hidden, batch, sampler)
+        if self._frequent is not None:
+            self._frequent.count(batch, accepted)
+        return accepted
+
+    def _accepted(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        """Accept drafts and keep what the next ones need; see ``SpeculativeAlgorithm.accept``."""
+        raise NotImplementedError
 
     # ---- state of rows ---------------------------------------------------------------------------
 
