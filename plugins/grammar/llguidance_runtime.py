@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 #: states of the lexer after which a grammar is given up; a state takes 1 to 2 kB
 LEXER_STATES = 50_000
 #: expressions that the lexer may make for one mask, on the engine's thread. A mask of 8000 times
-#: ``x*`` takes 24 ms until this limit, and 550 ms until the library's 200,000. The masks of 200
-#: random schemas and of 17 common schemas and patterns stay below it (2,048 and 129,000 tokens),
-#: except for one of nine random texts of a pattern for e-mail. A limit of 5,000 stops schemas, too
+#: ``x*`` takes 24 ms until this limit, and 550 ms until the library's 200,000. The masks of random
+#: schemas (200 with 2,048 tokens, 40 with 129,000) and of 17 common schemas and patterns stay below
+#: it, except for one of nine random texts of a pattern for e-mail; 5,000 would stop schemas, too
 STEP_FUEL = 20_000
 #: bytes of a compiled grammar, an upper estimate. The library states none. Measured were 115 kB for
 #: an object without properties, 116 kB for random schemas (0.5 kB of text), 162 kB for one string
