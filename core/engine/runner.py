@@ -105,6 +105,7 @@ class Runner:
                 self._plan_sampling(batch)
                 filled = self.graphs.fill(graph, batch)
                 filled.joined = batch.joined
+                filled.left = batch.left
                 accepted = self.step(filled)[0]
             else:
                 self._complete(batch)
