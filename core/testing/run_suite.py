@@ -27,7 +27,7 @@ TestInstalled = class_for({asked!r})
 """
 
 
-class Counter:
+class ResultCounter:
     """A plugin of pytest that counts results.
 
     Attributes:
@@ -73,7 +73,7 @@ def result(asked: dict[str, Any]) -> dict[str, Any]:
             return {"suite": False}
     except Exception as error:
         return {"suite": True, "passed": 0, "failed": [f"{type(error).__name__}: {error}"]}
-    counter = Counter()
+    counter = ResultCounter()
     with tempfile.TemporaryDirectory(prefix="glowplug-suite-") as folder:
         module = Path(folder) / "test_installed.py"
         module.write_text(MODULE.format(here=HERE, asked=asked))
