@@ -50,9 +50,13 @@ def _result(entry: Mapping[str, Any], part: Mapping[str, Any], seconds: float) -
         return {"result": "cannot run here", "failures": [part["why_not"]]}
     keys = ("name", "target", "distribution", "version")
     plugin = {key: entry[key] for key in keys}
-    asked = json.dumps({"slot": part["slot"], "name": part["name"], "plugin": plugin})
+    return _run({"slot": part["slot"], "name": part["name"], "plugin": plugin}, seconds)
+
+
+def _run(asked: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Run the suite of one component in a process, and return its result."""
     process = subprocess.Popen(
-        [sys.executable, "-m", RUNNER, asked],
+        [sys.executable, "-m", RUNNER, json.dumps(asked)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
