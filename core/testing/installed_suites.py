@@ -121,7 +121,7 @@ def _alone(suite: type) -> Callable[[Make, Any, Any], type]:
     """Return the function for a suite whose ``make`` has no arguments."""
 
     def made(make: Make, offers: Any, options: Any) -> type:
-        class Test(suite):  # type: ignore[misc, valid-type]
+        class Test(suite):  # type: ignore[misc]
             def make(self) -> Any:
                 return make(bare_plan(), Worker(device="cpu"))
 
