@@ -115,6 +115,7 @@ class Runner:
                 self.sampler_rows.plan_step(batch)
                 filled = self.graphs.fill(graph, batch)
                 filled.joined = batch.joined
+                filled.left = batch.left
                 accepted = self.step(filled)[0]
             else:
                 self._complete(batch)

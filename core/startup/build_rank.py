@@ -116,8 +116,9 @@ class RankBuilder:
         self.memory = RankMemory(plan, worker)
 
     def component(self, slot: str) -> Any:
-        """Build and return the runtime object that the plan chose for ``slot``."""
-        return build_component(self.plugins, self.plan.choice(slot), self.plan, self.worker)
+        """Build the plan's choice for ``slot``."""
+        with self.phases.building():
+            return build_component(self.plugins, self.plan.choice(slot), self.plan, self.worker)
 
     def build(self) -> Engine:
         """Run all start-up phases but ``ready`` and return the rank's engine."""
