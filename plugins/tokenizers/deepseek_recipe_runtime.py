@@ -11,6 +11,7 @@ from typing import Any, Self
 import deepseek_recipe as recipe
 
 from glowplug.core.errors import RequestError
+from glowplug.core.text.chat_template import check_arguments
 from glowplug.core.text.tokenizer import TEMPLATE_ARGUMENTS, Tokenizer
 
 #: parser of tool calls -> the package's name of the model, and its prompt encoding
@@ -25,6 +26,7 @@ OPENINGS = ("<｜Assistant｜><think>", "<｜Assistant｜></think>")
 class RecipeTokenizer(Tokenizer):
     """The tokenizer of a V4 folder. A chat template of the operator replaces the package."""
 
+    _encoding: Any = None  #: the prompt encoding of the package
     _name = ""  #: the package's name of the model; "": a chat template is used
 
     @classmethod
@@ -79,7 +81,9 @@ class RecipeTokenizer(Tokenizer):
                 tools=tools,
                 **arguments,
             )
-        self.check_template_arguments(arguments, add_generation_prompt and continue_final_message)
+        check_arguments(
+            arguments, TEMPLATE_ARGUMENTS, add_generation_prompt and continue_final_message
+        )
         body: dict[str, Any] = {
             "model": self._name,
             "messages": [_with_texts(message) for message in messages],
