@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from glowplug.core.text.tokenizer import Tokenizer
 
 PACKAGE = "deepseek-recipe"
-#: ``model_type`` of config.json -> parser of the tool calls that the prompts ask for
+#: ``model_type`` of config.json -> parser of the tool calls that its prompts describe
 PARSERS = {"deepseek_v4": "deepseek_v4", "deepseek_v41": "deepseek_v41"}
 
 

@@ -19,7 +19,7 @@ VERSIONS: dict[str, tuple[str, Any]] = {
     "deepseek_v4": ("DeepSeek-V4-Pro", recipe.DeepseekV4Encoding),
     "deepseek_v41": ("DeepSeek-V4.1-Flash", recipe.DeepseekV41Encoding),
 }
-#: how a prompt ends that waits for the assistant, with reasoning and without
+#: ends of prompts for an answer, with reasoning and without
 OPENINGS = ("<｜Assistant｜><think>", "<｜Assistant｜></think>")
 
 

@@ -204,7 +204,9 @@ def rows(urls: Sequence[str], sites: str, only: str = "") -> Iterator[dict[str, 
             row["version"] = version(client, sites)
             try:
                 row["checks"] = run(client, urls, sites)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
+            except subprocess.TimeoutExpired:
+                row["missing"] = f"not finished after {SECONDS} s"
+            except RuntimeError as error:
                 row["missing"] = str(error).strip().splitlines()[-1][-300:]
         yield row
 
