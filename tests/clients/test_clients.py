@@ -20,6 +20,7 @@ from tests.clients.programs_table import CLIENTS, PROGRAMS, Client, missing, run
 from tests.support.source_tree import ROOT
 
 RECORD = ROOT / "docs" / "benchmarks" / "clients.json"
+CHATS = ("openai", "anthropic", "@anthropic", "ai,", "langchain", "llama", "litellm", "instructor")
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +113,10 @@ def test_the_recorded_checks_hold_or_are_explained() -> None:
             assert any("stream" in name.lower() or "users" in name for name in row["checks"]) or (
                 row["client"] == "lm_eval"
             ), row["client"]
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_clients_of_chats_show_reasoning(name: str) -> None:
+    rows = json.loads(RECORD.read_text())["clients"]
+    found = [row["checks"] for row in rows if row["client"].startswith(name)]
+    assert found and all(one.get("reasoning") == "" for one in found)
