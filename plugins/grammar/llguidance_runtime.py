@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 #: states of the lexer after which a grammar is given up; a state takes 1 to 2 kB
 LEXER_STATES = 50_000
-#: expressions that the lexer may make for one mask, on the engine's thread. A mask of 8000 times
-#: ``x*`` takes 24 ms until this limit, and 550 ms until the library's 200,000. The masks of random
-#: schemas (200 with 2,048 tokens, 40 with 129,000) and of 17 common schemas and patterns stay below
-#: it, except for one of nine random texts of a pattern for e-mail; 5,000 would stop schemas, too
-STEP_FUEL = 20_000
+#: expressions that the lexer may make for one mask, on the engine's thread. Patterns for addresses
+#: of pages and of mail with several ``\w`` need more than 20,000; 60,000 stopped none of 9 patterns
+#: in 600 random texts. A mask of 5000 times ``x*`` takes 180 ms until this limit, one of 8000 times
+#: 2 ms, and 490 ms with the library's 200,000
+STEP_FUEL = 60_000
 #: bytes of a compiled grammar, an upper estimate. The library states none. Measured were 115 kB for
 #: an object without properties, 116 kB for random schemas (0.5 kB of text), 162 kB for one string
 #: of format "uri", 245 kB for nine formats (0.6 kB) and 1180 kB for 60 objects (9.3 kB)

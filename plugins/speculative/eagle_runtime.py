@@ -19,8 +19,6 @@ class Eagle(ModelDrafts):
     is done as soon as the target has computed them, so that rows and pages keep the state alone.
     """
 
-    passes_rows = True
-
     def build_draft(self, context: BuildContext, family: ModelFamily, target: Model) -> Any:
         return family.build_eagle(context, target)
 

@@ -40,8 +40,6 @@ class Standalone(DraftPasses):
       if nothing is drafted. Entries of a tree's accepted path are then moved as the target's are.
     """
 
-    passes_rows = True
-
     def draft_model(
         self, context: BuildContext, family: ModelFamily, target: Model
     ) -> Model | None:

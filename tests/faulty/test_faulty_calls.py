@@ -207,7 +207,7 @@ def test_the_request_ends_by_name_and_others_are_right(
         assert [found[i].token_ids for i in (0, 2)] == [right[i].token_ids for i in (0, 2)]
         assert found[1].finish_reason == "error" and found[1].error is not None
         names_it(found[1].error, fault.said, f"phase serve, {fault.method}")
-        assert f"{fault.slot} 'faulty' ({ORIGIN})" in found[1].error
+        assert f"{fault.slot} 'cracked' ({ORIGIN})" in found[1].error
     assert right[1].finish_reason == "length"
 
 

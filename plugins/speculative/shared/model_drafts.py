@@ -45,7 +45,6 @@ class ModelDrafts(DraftPasses):
     """
 
     first_key = FIRST_KEY
-    passes_rows = True
 
     def build_draft(self, context: BuildContext, family: ModelFamily, target: Model) -> Any:
         """Return the draft model, with weights not yet loaded.
