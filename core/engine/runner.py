@@ -85,8 +85,7 @@ class Runner:
         self.split_points = split_points or SplitPoints()
         self.draft_extend = draft_extend or DraftExtend()
         self.device = torch.device(device)
-        self._on_host = self.device.type == "cpu"
-        self._copier = None if self._on_host else HostCopier()
+        self._copier = None if self.device.type == "cpu" else HostCopier()
         self._ends_model = _sampled_last_layer(model) if sampled_last_layer else None
         self.step_logits = StepLogits(model, speculative, sampler)
         self._layers = layers
@@ -94,6 +93,10 @@ class Runner:
         self.sampler_rows = SamplerRows(sampler, simulated, plan)
         self.grammars = grammars or RankGrammars()
         self._speculates = speculative.width() > 1
+
+    @property
+    def _on_host(self) -> bool:
+        return self._copier is None
 
     def launch(self, batch: Batch) -> InFlight:
         """Enqueue a step and return it with its results on the way to the host.

@@ -94,4 +94,4 @@ def result(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(result(json.loads(sys.argv[1]))))
+    sys.stdout.write(json.dumps(result(json.loads(sys.argv[1]))) + "\n")

@@ -19,6 +19,12 @@ from glowplug.core.errors import GlowplugError
 
 SUITE_SECONDS = 120.0  #: default time limit of the suite of one component
 RUNNER = "glowplug.core.testing.run_suite"
+#: the runner with this process's module path, so that it finds the same plugins
+PROGRAM = f"""
+import runpy, sys
+sys.path[:] = {{path!r}}
+runpy.run_module({RUNNER!r}, run_name="__main__")
+"""
 NO_SUITE = {"result": "no suite", "failures": []}
 
 
@@ -56,12 +62,11 @@ def _result(entry: Mapping[str, Any], part: Mapping[str, Any], seconds: float) -
 def _run(asked: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """Run the suite of one component in a process, and return its result."""
     process = subprocess.Popen(
-        [sys.executable, "-m", RUNNER, json.dumps(asked)],
+        [sys.executable, "-c", PROGRAM.format(path=sys.path), json.dumps(asked)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     try:
         out, err = process.communicate(timeout=seconds)

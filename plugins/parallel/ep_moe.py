@@ -242,7 +242,8 @@ def _exchange_remark(
     if options.exchange != "auto" or tokens_stay(options, mesh) or axis_size("tp", mesh) == 1:
         return None
     why = (
-        "every rank receives every token, as FP8 values and scales if the experts take them; "
+        "every rank receives every token, in large steps as FP8 values and scales if the experts "
+        "take them; "
         "push has not been timed"
     )
     return Decision(f"{section}.exchange", "all_gather", "auto", why)

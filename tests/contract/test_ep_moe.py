@@ -592,7 +592,7 @@ def test_tokens_are_sent_as_the_values_that_experts_would_quantise(
         moved: Any = held.expert_exchange("m", EXPERTS)
         group = coordinates(rank, mesh)["dp"]
         generator = torch.Generator().manual_seed(group)
-        most = 1200 if exchange == "push" else 30
+        most = 1200 if exchange == "push" else 520
         tokens = most - 7 * group
         x = torch.randn(tokens, hidden, generator=generator).bfloat16()
         ids = torch.randint(-1, EXPERTS, (tokens, TOPK), generator=generator)
@@ -602,6 +602,9 @@ def test_tokens_are_sent_as_the_values_that_experts_would_quantise(
         )
         assert moved.sends_quantized(FP8_INPUT, batch)
         assert not moved.sends_quantized("plain", batch)
+        if exchange != "push":
+            small = replace(batch.agreed, tokens=expert_exchange.FP8_ROWS_TOKENS - 1)
+            assert not moved.sends_quantized(FP8_INPUT, replace(batch, agreed=small))
         plain, local, kept = moved.dispatch(x, ids.clone(), weights, batch)
         cast = Quantized(*quantize_tokens(x))
         sent, sent_local, sent_kept = moved.dispatch_quantized(cast, ids.clone(), weights, batch)

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.errors import GlowplugError
-from glowplug.core.layers.embedding import LmHead
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.protocols import (
@@ -27,16 +25,16 @@ from glowplug.core.speculation.tree_growth import Growth, first_growth, grown_tr
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.to_device import send
-from glowplug.kernels.sampling import reference
 from glowplug.plugins.speculative.knobs import KnobOptions
 from glowplug.plugins.speculative.shared.drafting import (
     DraftPositions,
     NewestTokens,
+    best_of_slices,
     draft_positions,
     next_draft_batch,
     repeated_padding,
 )
-from glowplug.plugins.speculative.shared.frequent_tokens import FrequentTokens
+from glowplug.plugins.speculative.shared.frequent_tokens import FrequentTokens, check_head
 from glowplug.plugins.speculative.shared.fused_chains import place_chains
 from glowplug.plugins.speculative.shared.host_chain import next_draft_batch_host
 
@@ -101,11 +99,7 @@ class DraftPasses:
         self._collectives = context.collectives
         self._model = draft
         if self._options.draft_vocabulary is not None:
-            if not isinstance(getattr(draft, "head", None), LmHead):
-                raise GlowplugError(
-                    f"speculative.draft_vocabulary needs a draft with a head of core's; "
-                    f"{type(draft).__name__} has none. Leave the option out"
-                )
+            check_head(draft)
         return draft
 
     def _shape_of(self, batch: Batch) -> DraftShape:
@@ -309,14 +303,7 @@ class DraftPasses:
         if head is None or head.slices is None:
             return self.draft_logits(hidden).argmax(-1)
         read = hidden if self._frequent is None else self._head_input(hidden)
-        logits = head.sliced_logits(read)
-        first = head.slices.shard.start
-        if not hidden.is_cuda:
-            keys = reference.best_keys(logits, first)
-            return reference.best_of_keys(head.slices.exchange(keys))[0]
-        from glowplug.kernels.sampling.greedy import best_keys, best_of_keys
-
-        return best_of_keys(head.slices.exchange(best_keys(logits, first, self._arrived)))[0]
+        return best_of_slices(head.sliced_logits(read), head.slices, self._arrived)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the tokens that drafts choose from, float32 [N, C].
