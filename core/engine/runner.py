@@ -36,13 +36,15 @@ from glowplug.core.step.graph_pieces import DIRECT, DraftExtend, SplitPoints
 from glowplug.core.step.sampled_last_layer import HostEnds
 from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.step.to_device import kv_slots_at, send
-from glowplug.core.step.to_host import HostCopier
+from glowplug.core.step.to_host import host_copier
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
 
-def _sampled_last_layer(model: Model) -> SampledLastLayer:
-    """Return ``model`` as one whose last layer runs for the sampled tokens only."""
+def _sampled_last_layer(model: Model, wanted: bool) -> SampledLastLayer | None:
+    """Return ``model`` if its last layer runs for the sampled tokens only, else None."""
+    if not wanted:
+        return None
     assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
     return model
 
@@ -85,18 +87,14 @@ class Runner:
         self.split_points = split_points or SplitPoints()
         self.draft_extend = draft_extend or DraftExtend()
         self.device = torch.device(device)
-        self._copier = None if self.device.type == "cpu" else HostCopier()
-        self._ends_model = _sampled_last_layer(model) if sampled_last_layer else None
+        self._on_host = self.device.type == "cpu"
+        self._copier = host_copier(self.device)
+        self._ends_model = _sampled_last_layer(model, sampled_last_layer)
         self.step_logits = StepLogits(model, speculative, sampler)
         self._layers = layers
-        self._simulated = simulated
         self.sampler_rows = SamplerRows(sampler, simulated, plan)
         self.grammars = grammars or RankGrammars()
         self._speculates = speculative.width() > 1
-
-    @property
-    def _on_host(self) -> bool:
-        return self._copier is None
 
     def launch(self, batch: Batch) -> InFlight:
         """Enqueue a step and return it with its results on the way to the host.
@@ -224,7 +222,7 @@ class Runner:
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
         logits = self.step_logits.to_accept(logits)
-        batch.simulated = self._simulated
+        batch.simulated = self.sampler_rows.simulated
         accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
         accepted.drafts = batch.draft_counts
         if accepted.path is not None:

@@ -27,6 +27,7 @@ class SamplerRows:
 
     Attributes:
         failed: id of a sequence that the sampler could not take -> error; the engine takes them.
+        simulated: as given.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class SamplerRows:
     ) -> None:
         self.failed: dict[int, ComponentFailed] = {}
         self._sampler = sampler
-        self._simulated = simulated
+        self.simulated = simulated
         self._plan = plan
 
     def plan_step(self, batch: Batch) -> None:
@@ -61,5 +62,5 @@ class SamplerRows:
             self.failed[sequence.id] = self._plan.failed_call("sampling", "join", error)
             self._sampler.leave(row)
             self._sampler.join(row, NEUTRAL, tokens, prompt, frozenset())
-        if self._simulated is not None:
-            self._simulated.join(row, sequence.params)
+        if self.simulated is not None:
+            self.simulated.join(row, sequence.params)
