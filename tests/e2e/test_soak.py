@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from glowplug import LLM
-from glowplug.core.engine import engine
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench import soak
 from glowplug.entrypoints.bench.load import soak_memory
@@ -57,7 +56,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     one = Clock()
     monkeypatch.setattr(soak, "time", one)
     # statistics with every step: between two reports a fast machine fills and frees pages unseen
-    monkeypatch.setattr(engine, "STATS_EVERY", 0.0)
+    monkeypatch.setattr("glowplug.core.engine.engine.STATS_EVERY", 0.0)
     return one
 
 
