@@ -19,7 +19,7 @@ USER glowplug
 WORKDIR /home/glowplug
 ENV PATH=/opt/glowplug/bin:$PATH
 EXPOSE 30000
-# Ranks exchange messages over pipes and keep no shared memory, so --shm-size needs no attention.
+# Ranks share anonymous memory (memfd), not files of /dev/shm. NCCL, with several GPUs, needs --shm-size=1g.
 HEALTHCHECK --start-period=10m CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:30000/health', timeout=5)"]
 ENTRYPOINT ["glowplug"]
 CMD ["serve", "--host", "0.0.0.0"]

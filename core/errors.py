@@ -172,6 +172,15 @@ class QueueFull(RequestError):
         self.retry_after = retry_after
 
 
+class ComponentFailed(RequestError):
+    """A component failed in a call that concerns one request; only this request ends."""
+
+    CODE = "component_failed"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code=self.CODE, status=500)
+
+
 class CollectiveError(GlowplugError):
     """A collective did not finish: another rank has ended or did not answer in time.
 

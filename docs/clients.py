@@ -12,8 +12,13 @@ HEAD = """\
 
 Programs of others that run unchanged against `glowplug serve`. Each row is a run with the embedded
 model on a CPU: `python -m tests.clients.programs_table --sites '/folder/{name}' --output x.json`.
-The programs are in `tests/clients/programs`; `tests/clients/test_clients.py` runs those whose
-client is installed. [The record](benchmarks/clients.json) has the conditions.
+The folder of a client is a virtual environment, the target of `pip install --target`, or a folder
+with `node_modules`. [The record](benchmarks/clients.json) has the conditions.
+
+The programs are in `tests/clients/programs`. `tests/clients/test_clients.py` runs those whose
+client is installed or in a folder of `pytest --client-sites '/folder/{name}'`. Checks of reasoning
+use a second server with the parser `deepseek_r1`. That of langchain uses the Responses API, because
+its class leaves `reasoning_content` of chat completions out.
 
 | client | version | works | fails |
 |---|---|---|---|

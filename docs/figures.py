@@ -20,6 +20,11 @@ FIGURES: dict[str, tuple[str, dict[str, str | None]]] = {
         {"v2lite-h200.json": "DeepSeek-V2-Lite", "v3slice-h200.json": "DeepSeek-V3 slice"},
     ),
     "plots/latency-h200.svg": ("latency", {"serving-h200.json": "DeepSeek-V2-Lite"}),
+    "plots/percentiles-h200.svg": ("percentiles", {"serving-h200.json": "DeepSeek-V2-Lite"}),
+    "plots/percentiles-draft-extend-h200.svg": (
+        "percentiles",
+        {"draft-extend-h200.json": "DeepSeek-V3 slice"},
+    ),
     "plots/attention-h200.svg": ("kernels", {"attention-h200.json": None}),
     "plots/attention-mha-h200.svg": ("kernels", {"attention-mha-h200.json": None}),
     "plots/attention-verify-h200.svg": ("kernels", {"attention-verify-h200.json": None}),

@@ -45,6 +45,7 @@ from glowplug.core.step.messages import Stats  # noqa: E402
 from glowplug.entrypoints.server.compat_names import ABSENT, COMPAT  # noqa: E402
 from glowplug.entrypoints.server.metric_names import BY_GROUP  # noqa: E402
 from glowplug.entrypoints.server.metrics import GroupSeries, Metrics  # noqa: E402
+from tests.gpu import eight_gpus_expected  # noqa: E402
 from tests.support.demo_environment import glowplug  # noqa: E402
 from tests.support.tiny import CONFIGS  # noqa: E402
 
@@ -273,6 +274,10 @@ def clients_page() -> str:
     return NOTICE + "\n" + clients.page()
 
 
+def eight_gpus_page() -> str:
+    return NOTICE + "\n" + eight_gpus_expected.page(table)
+
+
 # ---- main ----------------------------------------------------------------------------------------
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -281,6 +286,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "options.md": options_page,
     "combinations.md": combinations_page,
     "metrics.md": metrics_page,
+    "benchmarks/eight-gpus.md": eight_gpus_page,
     **reference_pages.Pages(NOTICE, table, option_rows).all(),
 }
 #: pages written by hand, with blocks that are made

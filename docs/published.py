@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.support.published_commands import (
-    LINES,
-    TOOLS,
-    Published,
-    Tool,
-    planned_text,
-    run_text,
-    tool_text,
-)
+from tests.support.published_commands import LINES, Published, planned_text, run_text
+from tests.support.published_tools import TOOLS, Tool, tool_text
 
 SOURCES = {
     "S0": "ablations of DeepSeek-R1 on two nodes of 8 H20 (SGLang issue #3956): rows of its tables",
@@ -44,7 +37,7 @@ def _published(line: Published) -> str:
 
 def tool_row(tool: Tool) -> tuple[str, ...]:
     """Return the table row of a published tool that is another command here."""
-    return tool.source, tool.published, f"`glowplug {tool.ours}`", tool_text(tool)
+    return tool.source, tool.published, tool.ours, tool_text(tool)
 
 
 def page(table: Callable[..., str]) -> str:

@@ -53,6 +53,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.outputs.deepseek_r1",
     "glowplug.plugins.outputs.tool_calls",
     "glowplug.plugins.outputs.tokenizer",
+    "glowplug.plugins.tokenizers.deepseek_recipe",
     "glowplug.plugins.tokenizers.tiktoken",
     "glowplug.plugins.tokenizers.sentencepiece",
     "glowplug.plugins.tracing.otlp",

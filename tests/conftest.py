@@ -33,6 +33,15 @@ os.environ.pop("GLOWPLUG_CONFIG_DIR", None)
 os.environ["XDG_DATA_HOME"] = "/nonexistent"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--client-sites",
+        default="",
+        help="folders of the clients in tests/clients, with {name}: virtual environments, "
+        "packages, or node_modules",
+    )
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests that docs/reliability.md names."""
     if not isinstance(item, pytest.Function):

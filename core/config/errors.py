@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
@@ -228,11 +228,22 @@ def _option_hint(
     }
     having = [name for name, fields in owners.items() if key in fields and name != use]
     if having:
-        section = dotted(path[:-1])
-        return f'it is an option of {", ".join(having)}: write {section}.use = "{having[0]}"'
+        return _option_of_others(dotted(path[:-1]), having, "use" in holder)
     fields = owners.get(use) or sorted({name for fields in owners.values() for name in fields})
     close = difflib.get_close_matches(key, fields, 1, 0.6)
     return f"did you mean {close[0]!r}?" if close else _known_options(use, fields)
+
+
+def _option_of_others(section: str, having: Sequence[str], chosen: bool) -> str:
+    """Return the fix for an option of other components than the section's.
+
+    Args:
+        section: dotted path of the section.
+        having: names of the components with the option.
+        chosen: the section names a component.
+    """
+    fix = f'it is an option of {", ".join(having)}: write {section}.use = "{having[0]}"'
+    return f"{fix}, or leave it out" if chosen else fix
 
 
 def _known_options(use: str, fields: Iterable[str]) -> str:

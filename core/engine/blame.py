@@ -1,22 +1,30 @@
-"""Attribution of an exception to the component whose code raised it.
+"""Attribution of an exception, or of a call that does not return, to the component at fault.
 
-It reads the stack of an exception that has already been raised, so nothing is done per step. A
-frame belongs to a component if its module is the one of the component's runtime class or, for a
-third party's component, a module of the same top-level package.
+It reads the stack of an exception that has already been raised, or of a rank that stands still, so
+nothing is done per step. A frame belongs to a component if its module is the one of the component's
+runtime class or, for a third party's component, a module of the same top-level package.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 
 import numpy as np
 
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.plan import Choice, EnginePlan
-from glowplug.core.plugin.loading import BUILT_IN, component_failure, describe
+from glowplug.core.plugin.loading import (
+    BUILT_IN,
+    PluginSource,
+    component_failure,
+    component_fix,
+    describe,
+    plugin_fix,
+)
 from glowplug.core.step.batch import Batch, StepResult
+from glowplug.core.step.messages import RunningCall
 
 
 def failure_of(error: BaseException, plan: EnginePlan | None, phase: str) -> str:
@@ -81,6 +89,37 @@ def component_of(frames: Iterable[FrameType], plan: EnginePlan) -> tuple[Choice,
             found = owner, frame.f_code.co_name
         previous = owner
     return found
+
+
+def running_call(
+    frames: Sequence[FrameType], plan: EnginePlan, sources: Iterable[PluginSource] = ()
+) -> RunningCall | None:
+    """Return the innermost call of a component in ``frames``, or else of a third party's plugin.
+
+    Args:
+        frames: a stack, the outermost frame first.
+        plan: the plan, whose components are searched.
+        sources: the loaded plugins, whose hooks are searched if no component runs.
+
+    Returns:
+        The call; None if only the engine's own code runs.
+    """
+    found = component_of(frames, plan)
+    if found is not None:
+        choice, method = found
+        fix = component_fix(choice.slot, choice.distribution, choice.version)
+        return RunningCall(choice.title, method, fix, choice.slot == "collectives")
+    packages = {
+        source.target.partition(":")[0].partition(".")[0]: source
+        for source in sources
+        if source.distribution != BUILT_IN
+    }
+    for frame in frames:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in packages:
+            source = packages[package]
+            return RunningCall(f"plugin {source.label}", frame.f_code.co_name, plugin_fix(source))
+    return None
 
 
 def _owner(frame: FrameType, plan: EnginePlan) -> Choice | None:

@@ -21,12 +21,13 @@ from functools import cached_property
 from typing import Any, cast
 
 from glowplug.core.engine.controls import ControlHandler, RankControls
+from glowplug.core.engine.faults.ranks import ContainedFaults, check_exchanges
 from glowplug.core.engine.in_flight import InFlight
 from glowplug.core.engine.intake import Intake
 from glowplug.core.engine.observe import StepMeters, StepObserver
 from glowplug.core.engine.runner import Runner
-from glowplug.core.engine.stalls import CODE, Stall, StallWatch
-from glowplug.core.errors import RequestError
+from glowplug.core.engine.stalls import Stall, StallWatch
+from glowplug.core.errors import GlowplugError, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.modes import Mode
 from glowplug.core.protocols import AdaptiveScheduler, Collectives, Scheduler
@@ -34,7 +35,6 @@ from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.step.batch import Batch, StepShape, idle_batch, shape_of
 from glowplug.core.step.messages import (
     Abort,
-    Finished,
     Inbound,
     Outbound,
     Stats,
@@ -63,17 +63,6 @@ class RankClock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def check_exchanges(collectives: Collectives) -> None:
-    """Raise the error of an exchange that has failed on the device, if the collectives notice any.
-
-    Raises:
-        CollectiveError: a kernel has waited for another rank in vain.
-    """
-    check: Callable[[], None] | None = getattr(collectives, "check", None)
-    if check is not None:
-        check()
 
 
 class Engine:
@@ -145,6 +134,10 @@ class Engine:
             self.leads,
         )
 
+    @cached_property
+    def _faults(self) -> ContainedFaults:
+        return ContainedFaults(self._router, self.leads)
+
     @property
     def idle(self) -> bool:
         """No group has a step in flight or a sequence to schedule, and none waits for a grammar.
@@ -184,12 +177,21 @@ class Engine:
             The messages of this rank to the front end, [] unless it ``sends_outputs``; None
             if the front end has gone and every rank must leave its loop.
         """
+        try:
+            return self._turn(frames, stop)
+        except GlowplugError as error:
+            self._faults.raise_with_cause(error)
+            raise
+
+    def _turn(self, frames: Seq[bytes], stop: bool) -> list[Outbound] | None:
         own = encode_turn(self._own_turn(frames, stop)) if self.leads else None
         turn = decode_turn(self.collectives.broadcast_bytes(own))
         if turn.stop:
             return None
         self.clock.now = turn.now
-        found: list[Outbound] = list(self._intake.release(turn.grammars))
+        self._faults.compare(turn.failed)
+        released = self._intake.release(turn.grammars)
+        found: list[Outbound] = [end for end in released if self._note_ends(end)]
         for frame in turn.frames:
             found.extend(self.receive(decode_inbound(frame)))
         found.extend(self.step())
@@ -200,7 +202,7 @@ class Engine:
         ready = grammars.ready()
         if grammars.holds and not ready and not frames and self._steps_idle:
             grammars.pause()
-        return Turn(time.monotonic(), list(frames), stop, ready)
+        return Turn(time.monotonic(), list(frames), stop, ready, self._faults.noted)
 
     def close(self) -> None:
         """Notify plugins of the rank's end, and free graphs and collectives. Idempotent.
@@ -232,16 +234,17 @@ class Engine:
 
     def _receive_one(self, message: Inbound) -> Outbound | None:
         if isinstance(message, Submit):
-            return self._intake.submit(message)
+            return self._note_ends(self._intake.submit(message))
         if isinstance(message, Abort):
             return self._note_ends(self._intake.abort(message))
         reply = self.controls.handle(message)
         return reply if self.leads else None
 
     def _note_ends(self, output: StepOutput | None) -> StepOutput | None:
-        """Stop watching the sequences that ``output`` ends, and return ``output``."""
+        """Note the sequences that ``output`` ends, and return ``output``."""
         if output is not None and output.finished:
             self._stalls.ended(output.finished)
+            self._faults.note(output.finished)
         return output
 
     def _flush(self, args: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +268,8 @@ class Engine:
         if batch is not None:
             self._meters.launch(batch)
             launched = self.runner.launch(batch)
-            failed = self._note_ends(self._intake.end_failed())
+            unsampled = self.runner.sampler_rows.failed
+            failed = self._note_ends(self._intake.end_failed(unsampled))
             if failed is not None:
                 outputs.append(failed)
         if self.overlap:
@@ -286,8 +290,10 @@ class Engine:
         """Return the scheduler's next step; None if there is nothing to launch now.
 
         If the scheduler launches nothing for too long although it has sequences, they are ended;
-        their ends are appended to ``outputs``.
+        their ends are appended to ``outputs``. Nothing is launched after a fault in this turn.
         """
+        if self._faults.noted:
+            return None
         batch = self.scheduler.next_batch()
         if batch is not None or self._launched:
             self._stalls.moved()
@@ -306,19 +312,12 @@ class Engine:
         """
         if stall is None:
             return
-        ended = self.scheduler.abort(Abort(stall.ids, "error"))
-        ends = ended.finished if ended is not None else []
-        known = {end.id for end in ends}
-        ends += [Finished(id, "error") for id in stall.ids if id not in known]
-        for end in ends:
-            end.error = f"the engine has ended the request: {stall.reason}"
-            end.error_code = CODE
-        self._stalls.ended(ends)
-        outputs.append(StepOutput(finished=ends))
+        output = stall.ends(self.scheduler.abort(Abort(stall.ids, "error")))
+        self._note_ends(output)
+        outputs.append(output)
         if self.sends_outputs:
-            logger.error(
-                "%d request%s ended: %s", len(ends), "" if len(ends) == 1 else "s", stall.reason
-            )
+            count = len(output.finished)
+            logger.error("%d request%s ended: %s", count, "" if count == 1 else "s", stall.reason)
 
     def _agreed(self, batch: Batch | None) -> Batch | None:
         """Agree with the other ranks on the step and return this rank's batch.
@@ -348,6 +347,7 @@ class Engine:
             pending=load.pending_tokens,
             context=(load.pages_total - free) * load.page_size,
             free=free * load.page_size,
+            failed=self._faults.count,
         )
 
     def _commit(self, inflight: InFlight) -> list[Outbound]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence as Seq
 
 from glowplug.core.engine.grammars import RankGrammars
 from glowplug.core.engine.stalls import StallWatch
-from glowplug.core.errors import RequestError
+from glowplug.core.errors import ComponentFailed, RequestError
 from glowplug.core.protocols import RequestRouter, Scheduler
 from glowplug.core.step.messages import Abort, Finished, StepOutput, Submit
 from glowplug.core.step.request import Sequence
@@ -83,17 +83,29 @@ class Intake:
         output.finished += [Finished(id, message.reason) for id in held]
         return output
 
-    def end_failed(self) -> StepOutput | None:
-        """End the sequences whose grammar has failed in a step; return their ends."""
+    def end_failed(self, unsampled: dict[int, ComponentFailed]) -> StepOutput | None:
+        """End the sequences for which a launched step has failed; return their ends.
+
+        Args:
+            unsampled: sequences that the sampler could not take, which are removed from it; those
+                whose grammar has failed are in the masks.
+        """
         masks = self._grammars.masks
-        if masks is None or not masks.failed:
+        if not unsampled and (masks is None or not masks.failed):
             return None
-        failed = dict(masks.failed)
-        masks.failed = []
+        failed: dict[int, RequestError] = {}
+        if masks is not None:
+            for id, reason in masks.failed:
+                text = f"the grammar of the request cannot be followed: {reason}"
+                failed[id] = RequestError(text, code=GRAMMAR_CODE)
+            masks.failed = []
+        failed.update(unsampled)
+        unsampled.clear()
         output = self._scheduler.abort(Abort(list(failed), "error"))
         for end in output.finished if output is not None else ():
-            end.error = f"the grammar of the request cannot be followed: {failed.get(end.id, '')}"
-            end.error_code = GRAMMAR_CODE
+            if end.error_code is None:
+                end.error = str(failed[end.id])
+                end.error_code = failed[end.id].code
         return output
 
     def _add(self, sequence: Sequence) -> StepOutput | None:

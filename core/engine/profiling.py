@@ -47,7 +47,7 @@ def step_phases(scheduler: Scheduler, runner: Runner) -> list[Named]:
         (runner, "step", "step"),
         (runner.speculative, "draft", "draft"),
         (runner, "_forward", "forward"),
-        (runner.model, "logits", "logits"),
+        (runner.step_logits, "of", "logits"),
         (runner.speculative, "accept", "accept"),
         (runner.sampler, "sample", "sample"),
         (runner, "_to_host", "results to host"),

@@ -15,10 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from glowplug.core.engine.device_fields import flatten, host_arrays, logits_index, set_device_fields
+from glowplug.core.engine.faults.sampler_rows import SamplerRows
 from glowplug.core.engine.grammars import RankGrammars
 from glowplug.core.engine.in_flight import InFlight, pack, tensors_of
 from glowplug.core.engine.tiers.rank_tier import RankTier
+from glowplug.core.layers.step_logits import StepLogits
 from glowplug.core.plan.budget.step import SCORED
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     AttentionBackend,
     GraphRunner,
@@ -33,9 +36,17 @@ from glowplug.core.step.graph_pieces import DIRECT, DraftExtend, SplitPoints
 from glowplug.core.step.sampled_last_layer import HostEnds
 from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.step.to_device import kv_slots_at, send
-from glowplug.core.step.to_host import HostCopier
+from glowplug.core.step.to_host import host_copier
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
+
+
+def _sampled_last_layer(model: Model, wanted: bool) -> SampledLastLayer | None:
+    """Return ``model`` if its last layer runs for the sampled tokens only, else None."""
+    if not wanted:
+        return None
+    assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
+    return model
 
 
 class Runner:
@@ -43,6 +54,7 @@ class Runner:
 
     ``layers``: number of the target's layers in the KV pool; drafts' layers follow them.
     ``grammars``: the grammars of the rank's sequences; None: no sequence has one.
+    ``plan``: names the sampler in the errors of sequences; None: its exceptions are not caught.
     ``tier``: the tier of the prefix cache, whose copies precede each step; None: it has none.
     """
 
@@ -64,6 +76,7 @@ class Runner:
         layers: int = 0,
         simulated: SimulatedAcceptance | None = None,
         grammars: RankGrammars | None = None,
+        plan: EnginePlan | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -74,16 +87,14 @@ class Runner:
         self.split_points = split_points or SplitPoints()
         self.draft_extend = draft_extend or DraftExtend()
         self.device = torch.device(device)
-        self._copier = None if self.device.type == "cpu" else HostCopier()
-        self._ends_model: SampledLastLayer | None = None
-        if sampled_last_layer:
-            assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
-            self._ends_model = model
+        self._on_host = self.device.type == "cpu"
+        self._copier = host_copier(self.device)
+        self._ends_model = _sampled_last_layer(model, sampled_last_layer)
+        self.step_logits = StepLogits(model, speculative, sampler)
         self._layers = layers
-        self._simulated = simulated
+        self.sampler_rows = SamplerRows(sampler, simulated, plan)
         self.grammars = grammars or RankGrammars()
         self._speculates = speculative.width() > 1
-        self._on_host = self.device.type == "cpu"
 
     def launch(self, batch: Batch) -> InFlight:
         """Enqueue a step and return it with its results on the way to the host.
@@ -102,13 +113,14 @@ class Runner:
             graph = self.graphs.graph_for(batch)
             scored: list[PromptLogprobs] = []
             if graph is not None:
-                self._plan_sampling(batch)
+                self.sampler_rows.plan_step(batch)
                 filled = self.graphs.fill(graph, batch)
                 filled.joined = batch.joined
+                filled.left = batch.left
                 accepted = self.step(filled)[0]
             else:
                 self._complete(batch)
-                accepted, hidden = self.step(batch, partial(self._plan_sampling, batch))
+                accepted, hidden = self.step(batch, partial(self.sampler_rows.plan_step, batch))
                 if batch.prompt_logprobs is not None:
                     scored = self._prompt_logprobs(batch, hidden)
             inflight = self._to_host(batch, accepted, scored)
@@ -137,9 +149,10 @@ class Runner:
         if meanwhile is not None:
             meanwhile()
         if masks is not None:
-            masks.apply(logits)
-        accept = partial(self._accept, batch, logits, hidden)
+            self.step_logits.edit(logits, masks.apply)
         key = None if batch.pieces is DIRECT else self.sampler.capture_key()
+        self.step_logits.plan_step()
+        accept = partial(self._accept, batch, logits, hidden)
         accepted = accept() if key is None else run(f"accept {key}", accept)
         return self.draft_extend.run_after(batch, accepted, hidden)
 
@@ -162,9 +175,8 @@ class Runner:
             if self._speculates:
                 self._feed(batch)
             self.attention.plan_step(batch, None)
-            return self._forward(batch, feeds=not (batch.num_decodes and batch.prompt_ids.size))[
-                1
-            ].float()
+            feeds = not (batch.num_decodes and batch.prompt_ids.size)
+            return self.step_logits.gather(self._forward(batch, feeds)[1]).float()
 
     def states(self, batch: Batch) -> torch.Tensor:
         """Return the result of the model's ``forward`` for all tokens of a step, without graphs.
@@ -190,7 +202,7 @@ class Runner:
         else:
             hidden = (replayed or self.model.forward)(batch.input_ids, batch.positions, batch)
         everything = batch.logits_index is None or batch.ends is not None
-        return hidden, self.model.logits(hidden if everything else hidden[batch.logits_index])
+        return hidden, self.step_logits.of(hidden if everything else hidden[batch.logits_index])
 
     def _forward_ends(self, model: SampledLastLayer, trunk: Forward, batch: Batch) -> torch.Tensor:
         """Run ``trunk``, then the last layer for the tokens of ``batch.ends``, or for all if None.
@@ -209,7 +221,8 @@ class Runner:
         return self.model.forward if self._ends_model is None else self._ends_model.trunk
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
-        batch.simulated = self._simulated
+        logits = self.step_logits.to_accept(logits)
+        batch.simulated = self.sampler_rows.simulated
         accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
         accepted.drafts = batch.draft_counts
         if accepted.path is not None:
@@ -221,7 +234,7 @@ class Runner:
     def _keep_path(self, batch: Batch, path: torch.Tensor) -> None:
         """Move the KV entries of accepted tokens to the places of their positions.
 
-        The tokens of a row are stored one behind the other, those of an accepted path may be apart.
+        A row's tokens are stored one behind the other, those of its path may be apart.
 
         Args:
             batch: a step whose drafts form trees.
@@ -229,22 +242,6 @@ class Runner:
         """
         places = batch.kv_slots[: path.numel()].view(path.shape)
         self.attention.move_entries(places.gather(1, path), places, range(self._layers))
-
-    def _plan_sampling(self, batch: Batch) -> None:
-        for row in batch.left:
-            self.sampler.leave(row)
-        for sequence in batch.joined:
-            if sequence.row >= 0:
-                self.sampler.join(
-                    sequence.row,
-                    sequence.params,
-                    sequence.all_tokens(),
-                    len(sequence.prompt),
-                    sequence.stop_ids,
-                )
-                if self._simulated is not None:
-                    self._simulated.join(sequence.row, sequence.params)
-        self.sampler.plan_step(batch)
 
     def _complete(self, batch: Batch) -> None:
         """Set the device fields of ``batch`` from one packed host buffer.
@@ -324,8 +321,7 @@ class Runner:
     ) -> PromptLogprobs:
         """Return log-probabilities of the prompt tokens ``targets``.
 
-        They are computed in pieces of ``SCORED`` positions, so that no [prompt, vocabulary] tensor
-        is ever allocated.
+        ``SCORED`` positions are computed at a time, not a [prompt, vocabulary] tensor.
 
         Args:
             hidden: hidden states before each of the n targets, [n, hidden].

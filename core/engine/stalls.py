@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.loading import BUILT_IN, component_fix
 from glowplug.core.protocols import SchedulingPolicy
 from glowplug.core.step.batch import Batch, StepResult
 from glowplug.core.step.messages import Finished, Stats, StepOutput
@@ -39,10 +40,28 @@ class Stall:
     ids: list[int]
     reason: str
 
+    def ends(self, ended: StepOutput | None) -> StepOutput:
+        """Return the ends of the sequences.
 
-def fix(slot: str) -> str:
+        Args:
+            ended: the scheduler's output; sequences that it has lost are not in it.
+        """
+        output = ended or StepOutput()
+        known = {end.id for end in output.finished}
+        output.finished += [Finished(id, "error") for id in self.ids if id not in known]
+        for end in output.finished:
+            if end.error_code is None:
+                end.error = f"the engine has ended the request: {self.reason}"
+                end.error_code = CODE
+        return output
+
+
+def fix(plan: EnginePlan, slot: str) -> str:
     """Return the end of a reason: the phase, and what helps against a fault of ``slot``."""
-    return f" (phase serve; fix: correct the component, or choose another one: {slot}.use)"
+    origin = next(
+        ((one.distribution, one.version) for one in plan.choices_in(slot)), (BUILT_IN, "")
+    )
+    return f" (phase serve; fix: {component_fix(slot, *origin)})"
 
 
 class StallWatch:
@@ -90,13 +109,12 @@ class StallWatch:
         waited = now - self._since
         if self._turns < STALL_TURNS or waited < STALL_SECONDS or not self.live:
             return None
-        holder = self._holder(load)
-        reason = f"no step was launched or in flight for {waited:.1f} s: {holder}{fix('policy')}"
+        reason = f"no step was launched or in flight for {waited:.1f} s: {self._holder(load)}"
         self._turns = 0
         return Stall(list(self.live), reason)
 
     def _holder(self, load: Stats) -> str:
-        """Return the text that names the component which keeps the requests from running.
+        """Return the text that names the component which holds the requests, with a fix.
 
         The policy has no state, so one more call of its ``order`` shows whether it leaves requests
         out.
@@ -107,11 +125,14 @@ class StallWatch:
         )
         left_out = self._left_out(waiting)
         if left_out and len(waiting) == len(self.live):
-            return f"{policy} leaves {left_out} of {len(waiting)} waiting requests out of its order"
+            return (
+                f"{policy} leaves {left_out} of {len(waiting)} waiting requests out of its order"
+                + fix(self._plan, "policy")
+            )
         return (
             f"{scheduler} with {policy} and {cache} holds {len(self.live)} requests, "
             f"{len(waiting)} of them waiting; of {load.pages_total} pages {load.pages_free} are "
-            f"free and {load.pages_evictable} evictable"
+            f"free and {load.pages_evictable} evictable{fix(self._plan, 'scheduler')}"
         )
 
     def _left_out(self, waiting: list[Sequence]) -> int:
@@ -145,7 +166,8 @@ class StallWatch:
             return None
         reason = (
             f"{TOKENLESS_STEPS} consecutive steps yielded no token: "
-            f"{self._plan.title('speculative')} accepts none{fix('speculative')}"
+            f"{self._plan.title('speculative')} accepts none"
+            f"{fix(self._plan, 'speculative')}"
         )
         return Stall(found, reason)
 

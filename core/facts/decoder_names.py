@@ -31,6 +31,8 @@ class DecoderNames:
         router: within a feed-forward part with experts, the router.
         experts: within a feed-forward part with experts, the routed experts, whose numbers follow.
         expert_matrices: within an expert, the gate, up and down projections.
+        shared: within a feed-forward part with experts, the shared expert, whose projections have
+            the names of ``expert_matrices``.
     """
 
     embedding: str = "model.embed_tokens"
@@ -47,6 +49,7 @@ class DecoderNames:
     router: str = "gate"
     experts: str = "experts"
     expert_matrices: tuple[str, str, str] = MATRICES
+    shared: str = "shared_experts"
 
     @property
     def layer_prefix(self) -> str:

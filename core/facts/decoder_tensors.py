@@ -16,6 +16,7 @@ from glowplug.core.facts.weight_classes import (
     HEADS,
     KV_HEADS,
     ROUTER,
+    SHARED,
     TIED,
     VOCAB,
     WHOLE,
@@ -228,12 +229,24 @@ def routed_experts(
     ]
 
 
+def shared_expert(
+    model: ModelFacts, layers: Sequence[int], count: int, names: DecoderNames = PUBLISHED
+) -> list[TensorSpec]:
+    """Return the tensors of the shared expert in ``layers``, as wide as ``count`` routed ones."""
+    width = count * stated(model, "moe_intermediate_size")
+    module = names.within(names.moe, names.shared)
+    split = Split("n_shared_experts x moe_intermediate_size", width, module=module)
+    matrices = names.expert_matrices
+    return gated_mlp(model, module, SHARED, width, layers, split, matrices=matrices)
+
+
 def decoder_inventory(
     model: ModelFacts,
     attention: Sequence[TensorSpec],
     routed: Sequence[bool] = (),
     *,
     mlp_bias: bool = False,
+    shared_experts: int = 0,
     names: DecoderNames = PUBLISHED,
 ) -> Inventory:
     """Return the tensors and sizes of a decoder without next-token layers.
@@ -243,6 +256,8 @@ def decoder_inventory(
         routed: for each layer, whether it has routed experts in place of a dense feed-forward
             part; () for a model without experts.
         mlp_bias: the matrices of dense feed-forward parts have biases.
+        shared_experts: size of the shared expert of layers with routed ones, in routed experts; 0:
+            there is none.
         names: names of the modules; ``attention`` has the same ones.
     """
     layers = range(model.num_layers)
@@ -252,6 +267,7 @@ def decoder_inventory(
         *attention,
         *dense_mlp(model, dense, bias=mlp_bias, names=names),
         *(routed_experts(model, sparse, names) if sparse else ()),
+        *(shared_expert(model, sparse, shared_experts, names) if shared_experts else ()),
         *norms(model, layers, names),
         *embeddings(model, names),
     )
@@ -261,6 +277,7 @@ def decoder_inventory(
             width=dense_width(model),
             expert_width=stated(model, "moe_intermediate_size"),
             experts_per_token=stated(model, "num_experts_per_tok"),
+            shared_experts=shared_experts,
             routed=tuple(routed),
         )
     return Inventory(tensors, sizes, unloaded(model, names))

@@ -290,4 +290,4 @@ def output_projection(
 ) -> Linear:
     """Return the output projection, with ``size`` inputs per head; ranks hold whole heads."""
     part = Part(name, outputs, "replicated", bias=bias)
-    return Linear(context, name, heads * size, [part], input_role="row", input_unit=size)
+    return Linear(context, name, heads * size, [part], input_role="heads_row", input_unit=size)

@@ -19,6 +19,7 @@ from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Moe
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.layers.rope import Rope
+from glowplug.core.protocols import VocabularySlices
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Batch, Ends
 from glowplug.core.step.to_device import rows_at
@@ -256,9 +257,19 @@ class DecoderModel(Module):
 
         Columns after the first ``hidden`` ones are features, which the head does not read.
         """
-        if self._feature_layers:
-            hidden = hidden[:, : self._hidden].contiguous()
-        return self.head.forward(hidden)
+        return self.head.forward(self._without_features(hidden))
+
+    @property
+    def slices(self) -> VocabularySlices | None:
+        """The division of the vocabulary among ranks; None: every rank computes all logits."""
+        return self.head.slices
+
+    def sliced_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's slice, float32 [N, size], of hidden states."""
+        return self.head.sliced_logits(self._without_features(hidden))
+
+    def _without_features(self, hidden: Tensor) -> Tensor:
+        return hidden[:, : self._hidden].contiguous() if self._feature_layers else hidden
 
     def ignored(self, name: str) -> bool:
         """Return whether a checkpoint tensor without a target may be left unread.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module, Target, part_of
-from glowplug.core.protocols import Collectives, WeightTarget
+from glowplug.core.protocols import VocabularySlices, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.to_device import rows_at
 
@@ -57,25 +57,24 @@ class LmHead(Module):
     Attributes:
         linear: the layer with this rank's rows of the weight.
         shard: these rows.
-        gathers: collectives that gather the logits of all ranks; None if a rank has all rows.
+        slices: the division of the vocabulary among ranks; None if a rank has all rows.
     """
 
     def __init__(self, context: BuildContext, name: str, vocab: int, hidden: int) -> None:
         self.linear = Linear(context, name, hidden, [Part(name, vocab, "vocab")], wide=True)
         self.shard = self.linear.shards[0]
-        self.gathers = context.collectives if self.shard.size < vocab else None
+        self.slices: VocabularySlices | None = None
+        if self.shard.size < vocab:
+            self.slices = VocabularySlices(self.shard, context.collectives)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [N, vocab] of hidden states [N, hidden]."""
-        logits = self.linear.forward(hidden).float()
-        return logits if self.gathers is None else self._gathered(self.gathers, logits)
+        logits = self.sliced_logits(hidden)
+        return logits if self.slices is None else self.slices.gather(logits)
 
-    def _gathered(self, collectives: Collectives, logits: Tensor) -> Tensor:
-        """Concatenate the logits of all ranks; the last slice is padded to the others' size."""
-        missing = -(-self.shard.full // self.shard.parts) - self.shard.size
-        if missing > 0:
-            logits = F.pad(logits, (0, missing), value=float("-inf"))
-        return collectives.all_gather(logits, self.shard.axis, -1)[:, : self.shard.full]
+    def sliced_logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [N, size] of this rank's slice, of hidden states [N, hidden]."""
+        return self.linear.forward(hidden).float()
 
 
 class TiedHead(LmHead):

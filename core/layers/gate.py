@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.core.facts.decoder_names import MATRICES
+from glowplug.core.facts.decoder_names import MATRICES, PUBLISHED
 from glowplug.core.layers.module import Module, Target
 from glowplug.core.protocols import RouteSettingReady, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
@@ -34,6 +34,7 @@ class MoeSizes:
             shared expert have the same names.
         router: name of the gate's module within the layer.
         container: name of the module within the layer that holds the routed experts by number.
+        shared_name: name of the shared expert's module within the layer.
     """
 
     hidden: int
@@ -49,6 +50,7 @@ class MoeSizes:
     names: tuple[str, str, str] = MATRICES
     router: str = "gate"
     container: str = "experts"
+    shared_name: str = PUBLISHED.shared
 
 
 class Gate(Module):

@@ -58,7 +58,8 @@ class Part:
     Attributes:
         name: module path of the part.
         rows: number of rows of the tensor.
-        role: how ranks share the rows: "column", "heads", "vocab" or "replicated".
+        role: how ranks share the rows: "column", "shared_column", "heads", "vocab" or
+            "replicated".
         unit: number of rows that stay together (those of a head, for example).
         bias: True: the part also has a ``{name}.bias``.
         held: (first, count) of the units on this rank, if the layer decides it; None: the
@@ -80,7 +81,8 @@ class Linear(Module):
         name: module path, for messages.
         inputs: number of columns of every part in the checkpoint.
         parts: the fused parts.
-        input_role: "replicated", or "row" if ranks hold a slice of the columns.
+        input_role: "replicated", or "row", "shared_row" or "heads_row" if ranks hold a slice of the
+            columns.
         input_unit: number of columns that stay together.
         reduce: True: sum partial results over the ranks; False: the caller does.
         wide: True: results may be float32, whatever dtype the activations have.

@@ -21,6 +21,7 @@ class Mlp(Module):
         bias: True: all three projections have biases.
         reduce: True: sum partial results over the ranks; False: the caller does.
         matrices: names of the gate, up and down projections in the checkpoint.
+        shared: the layer is the shared expert of a layer with routed experts.
         sums_in_norm: True: the sum may be left to a norm that follows; False: none follows.
     """
 
@@ -37,15 +38,17 @@ class Mlp(Module):
         reduce: bool = True,
         sums_in_norm: bool = True,
         matrices: tuple[str, str, str] = MATRICES,
+        shared: bool = False,
     ) -> None:
         gate, up, down = matrices
+        outputs, inputs = ("shared_column", "shared_row") if shared else ("column", "row")
         self.gate_up = Linear(
             context,
             f"{name}.gate_up_proj",
             hidden,
             [
-                Part(f"{name}.{gate}", width, bias=bias),
-                Part(f"{name}.{up}", width, bias=bias),
+                Part(f"{name}.{gate}", width, outputs, bias=bias),
+                Part(f"{name}.{up}", width, outputs, bias=bias),
             ],
         )
         self.down = Linear(
@@ -53,7 +56,7 @@ class Mlp(Module):
             f"{name}.{down}",
             width,
             [Part(f"{name}.{down}", hidden, "replicated", bias=bias)],
-            input_role="row",
+            input_role=inputs,
             reduce=reduce,
         )
         # the sum over the ranks may be left to the next norm, unless tokens move before it

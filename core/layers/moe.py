@@ -110,6 +110,19 @@ class Experts(Module):
         self.method.finalize()
 
 
+def _shared_expert(context: BuildContext, name: str, sizes: MoeSizes) -> Mlp:
+    """Return the shared expert as a layer of its own; the caller sums its partial results."""
+    return Mlp(
+        context,
+        name,
+        sizes.hidden,
+        sizes.shared,
+        reduce=False,
+        matrices=sizes.names,
+        shared=True,
+    )
+
+
 class Moe(Module):
     """Routed experts plus shared expert.
 
@@ -128,7 +141,7 @@ class Moe(Module):
         # the ids of a fused shared expert are beyond those that a strategy selects from
         fused_shared = 0 if self._select else self._fused_shared_count(context, name, sizes)
         self.gate.fused_shared = fused_shared
-        shared_name = f"{name}.shared_experts"
+        shared_name = f"{name}.{sizes.shared_name}"
         separate = sizes.shared > 0 and not fused_shared
         self.experts = Experts(
             context,
@@ -138,16 +151,7 @@ class Moe(Module):
             shared_name if fused_shared else "",
             parts=self._gives_parts and not separate,
         )
-        self.shared: Mlp | None = None
-        if separate:
-            self.shared = Mlp(
-                context,
-                shared_name,
-                sizes.hidden,
-                sizes.shared,
-                reduce=False,
-                matrices=sizes.names,
-            )
+        self.shared = _shared_expert(context, shared_name, sizes) if separate else None
         # NOTE: experts that start before the gate has chosen could not wait for masked ids
         early = fused_shared > 0 and self.gate.sets_ready and not context.parallel.moves_tokens
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
@@ -185,7 +189,7 @@ class Moe(Module):
         """Return the number of further experts that hold the shared expert; 0: it is not fused."""
         first = f"{name}.{sizes.container}.0.{sizes.names[0]}"
         scheme = context.scheme_for(first, sizes.width, sizes.hidden)
-        shared = f"{name}.shared_experts.{sizes.names[0]}"
+        shared = f"{name}.{sizes.shared_name}.{sizes.names[0]}"
         together = (
             context.ops.route is not None
             and Moe._split_alike(context, name, sizes, scheme.block)
@@ -199,10 +203,10 @@ class Moe(Module):
         """Return whether ranks split routed experts and the shared expert in the same way."""
         parallel = context.parallel
         experts = f"{name}.{sizes.container}"
-        shared = f"{name}.shared_experts.{sizes.names[0]}"
+        shared = f"{name}.{sizes.shared_name}.{sizes.names[0]}"
         held = parallel.shard("experts", experts, sizes.experts)
         width = parallel.shard("expert_width", experts, sizes.width, block)
-        column = parallel.shard("column", shared, sizes.shared, block)
+        column = parallel.shard("shared_column", shared, sizes.shared, block)
         return (
             held.size == held.full
             and (width.parts, width.parts > 1 and width.axis)

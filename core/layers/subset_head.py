@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from glowplug.core.layers.embedding import LmHead
+from glowplug.core.protocols import VocabularySlices
 
 
 class SubsetHead:
@@ -20,17 +23,22 @@ class SubsetHead:
 
     Attributes:
         quota: Rows that each rank keeps.
+        slices: Division of the chosen tokens among ranks; None if a rank has all of them.
         ids: Chosen token ids, int64 [ranks * quota], in the order of the logits; 0 for padding.
     """
 
     def __init__(self, head: LmHead, quota: int) -> None:
         self._shard = head.shard
-        self._collectives = head.gathers
         self._linear = head.linear
         whole = head.linear.dense()
         self._rows = whole.new_empty(quota, whole.shape[1])
         self._bias = torch.zeros(quota, device=whole.device)
         count = quota * self._shard.parts
+        self._own = self._shard.start // -(-self._shard.full // self._shard.parts)
+        self.slices: VocabularySlices | None = None
+        if head.slices is not None:
+            part = replace(self._shard, start=self._own * quota, size=quota, full=count)
+            self.slices = VocabularySlices(part, head.slices.collectives)
         self.ids = torch.zeros(count, dtype=torch.int64, device=whole.device)
         self.quota = quota
 
@@ -43,7 +51,7 @@ class SubsetHead:
         """
         known = ids >= 0
         self.ids.copy_(ids.clamp(min=0).view(-1))
-        own = self._shard.start // -(-self._shard.full // self._shard.parts)
+        own = self._own
         # NOTE: a quantised weight is dequantised here, and not kept
         whole = self._linear.dense()
         local = (ids[own] - self._shard.start).clamp(min=0, max=len(whole) - 1)
@@ -55,11 +63,13 @@ class SubsetHead:
 
         ``hidden``: hidden states, [N, hidden].
         """
+        logits = self.sliced_logits(hidden)
+        return logits if self.slices is None else self.slices.gather(logits)
+
+    def sliced_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's rows, float32 [N, quota], of hidden [N, hidden]."""
         if hidden.is_cuda and hidden.dtype != torch.float32:
             logits = torch.mm(hidden, self._rows.t(), out_dtype=torch.float32)
         else:
             logits = torch.mm(hidden, self._rows.t()).float()
-        logits = logits + self._bias
-        if self._collectives is None:
-            return logits
-        return self._collectives.all_gather(logits, self._shard.axis, -1)
+        return logits + self._bias

@@ -186,5 +186,5 @@ def _stated(proposal: Proposal, slot: Slot, chosen: Chosen) -> dict[str, str]:
         return chosen.options.without_effect(proposal.context(chosen.options))
     except Exception as error:
         source = proposal.plugins.source_of(slot.name, chosen.name)
-        reason = f"without_effect of {slot.name} {chosen.name} failed: {describe(error)}"
+        reason = f"without_effect of {slot.name} {chosen.name!r} failed: {describe(error)}"
         raise failed(source, reason, "plan") from error

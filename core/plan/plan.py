@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 
+from glowplug.core.errors import ComponentFailed, GlowplugError, RequestError
 from glowplug.core.facts.kv_layout import KVContext, KVEntries, KVEntry, KVLayout, local_heads
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.plugin.loading import BUILT_IN, component_failure, describe
 
 #: fields of ``EnginePlan`` whose key in the plan's JSON differs from their name
 JSON_KEYS = {"expandable_segments": "growing_segments"}
@@ -241,6 +243,33 @@ class EnginePlan:
         """Return the title of the first component in ``slot``; ``slot`` if it is empty."""
         held = self.choices_in(slot)
         return held[0].title if held else slot
+
+    def failed_call(self, slot: str, method: str, error: Exception) -> ComponentFailed:
+        """Return the error that ends the request for which a component's call has failed.
+
+        Args:
+            slot: slot of the component.
+            method: name of the method that was called.
+            error: the exception.
+
+        Returns:
+            ``error`` if it is a ComponentFailed, else one with the component, its distribution and
+            version, the phase and the exception.
+
+        Raises:
+            GlowplugError: ``error`` is an error of the engine that concerns more than a request,
+                such as a failed exchange.
+        """
+        if isinstance(error, ComponentFailed):
+            return error
+        if isinstance(error, GlowplugError) and not isinstance(error, RequestError):
+            raise error
+        held = self.choices_in(slot)
+        named = (
+            (held[0].name, held[0].distribution, held[0].version) if held else (slot, BUILT_IN, "")
+        )
+        text = component_failure(slot, *named, f"serve, in {method}", describe(error))
+        return ComponentFailed(text)
 
     @property
     def ranks(self) -> int:

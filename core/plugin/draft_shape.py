@@ -65,14 +65,14 @@ NO_DRAFTS = DraftShape()
 def shorter_shapes(full: DraftShape) -> tuple[DraftShape, ...]:
     """Return the sizes among which the steps of an engine may choose, up to ``full``.
 
-    They are none, one pass, half of the passes and all of them, in ascending order of tokens. No
-    two have the same number of tokens, and none has fewer than the branches of a pass.
+    Up to a chain they are none, one pass, half of the passes and all of them. Up to a tree they are
+    none, chains of one and of all passes, and the tree: a chain is faster where verifying the other
+    branches takes more time than they gain (H200, NextN of the embedded model at one request: 1.58
+    times as fast as none with three drafts, 1.29 times with a tree of seven). They ascend by
+    tokens, no two with the same number, since each takes captured graphs of its own.
     """
-    found = [NO_DRAFTS]
-    for steps in sorted({1, full.steps // 2} - {0}):
-        share = -(-(full.tokens - 1) * steps // max(full.steps, 1))
-        tokens = 1 + min(share, DraftShape(steps, full.topk).candidates)
-        tokens = max(tokens, full.topk, found[-1].tokens + 1)
-        if steps < full.steps and tokens < full.tokens:
-            found.append(DraftShape(steps, full.topk, tokens))
-    return (*found, full) if full.tokens > 1 else (full,)
+    if full.tokens == 1:
+        return (full,)
+    passes = {1, full.steps} if full.is_tree else {1, full.steps // 2} - {0}
+    chains = (DraftShape.chain(steps) for steps in sorted(passes))
+    return (NO_DRAFTS, *(chain for chain in chains if chain.tokens < full.tokens), full)

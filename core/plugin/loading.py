@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pluggy
 
 from glowplug.core.errors import PluginLoadError
-from glowplug.core.plugin.component import CONTRACT, Component, Tuner
+from glowplug.core.plugin.component import CONTRACT, Component, Options, Tuner
 from glowplug.core.plugin.declared.component import component_fault
 from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot
 
@@ -134,11 +134,15 @@ def result_fault(hook: str, result: Any) -> str:
 
 def failed(source: PluginSource, reason: str, phase: str = "load plugins") -> PluginLoadError:
     """Return the error for a faulty plugin, with what the operator can do."""
-    block = f"start without it (--block-plugin {source.name})"
-    fix = "report it" if source.distribution == BUILT_IN else f"correct or update {source.origin}"
     return PluginLoadError(
-        f"plugin {source.label}: {reason}\n    phase: {phase} | fix: {fix}, or {block}"
+        f"plugin {source.label}: {reason}\n    phase: {phase} | fix: {plugin_fix(source)}"
     )
+
+
+def plugin_fix(source: PluginSource) -> str:
+    """Return what the operator can do about a faulty plugin."""
+    fix = "report it" if source.distribution == BUILT_IN else f"correct or update {source.origin}"
+    return f"{fix}, or start without it (--block-plugin {source.name})"
 
 
 def component_failure(
@@ -155,11 +159,17 @@ def component_failure(
         reason: the fault.
     """
     origin = f"{distribution} {version}".rstrip()
+    said = f"{slot} {name!r} ({origin}) failed in phase {phase}: {reason}"
+    return f"{said}\n    fix: {component_fix(slot, distribution, version)}"
+
+
+def component_fix(slot: str, distribution: str, version: str) -> str:
+    """Return what the operator can do about a faulty component; see ``component_failure``."""
     section = BY_NAME[slot].section
     other = f"choose another component ({section}.use)" if section else "choose another model"
+    origin = f"{distribution} {version}".rstrip()
     fix = "report it" if distribution == BUILT_IN else f"correct or update {origin}"
-    said = f"{slot} {name!r} ({origin}) failed in phase {phase}: {reason}"
-    return f"{said}\n    fix: {fix}, or {other}"
+    return f"{fix}, or {other}"
 
 
 def failure_in(
@@ -177,14 +187,17 @@ def failure_in(
     Returns:
         The error, which names the plugin; None if no third party's code raised ``error``.
     """
-    packages = {
-        str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        for frame, _ in list(traceback.walk_tb(error.__traceback__))[1:]
-    }
+    owners: dict[str, str] = {}
+    for frame, _ in list(traceback.walk_tb(error.__traceback__))[1:]:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        one = frame.f_locals.get("self")
+        owners.setdefault(package, "")
+        if isinstance(one, Options):
+            owners[package] = f"the options of {one.use!r} "
     for source in sources:
         package = source.target.partition(":")[0].partition(".")[0]
-        if source.distribution != BUILT_IN and package in packages:
-            return failed(source, f"raised {describe(error)}", phase)
+        if source.distribution != BUILT_IN and package in owners:
+            return failed(source, f"{owners[package]}raised {describe(error)}", phase)
     return None
 
 

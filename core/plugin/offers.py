@@ -356,6 +356,7 @@ class CollectiveOffers(Offers):
             ``Parts`` before them.
         buffer_bytes: function from the mesh, the hidden size and the most tokens of a step (in all
             dp groups) to the bytes of its buffers on a device; None for none.
+        library_bytes: the same for what its library (NCCL) allocates, an estimate.
         expert_rows: it has the method ``expert_rows``, through which tokens go only to the ranks of
             their experts.
     """
@@ -364,6 +365,7 @@ class CollectiveOffers(Offers):
     expandable_segments: bool = False
     sums_in_norm: bool = False
     buffer_bytes: Callable[[Mapping[str, int], int, int], int] | None = None
+    library_bytes: Callable[[Mapping[str, int], int, int], int] | None = None
     expert_rows: bool = False
 
 

@@ -284,8 +284,9 @@ class MemoryOptions(Section):
     growing_segments: Literal["auto", True, False] = Field(
         "auto",
         description="CUDA: use torch's expandable_segments, so that steps and graphs take less "
-        "memory and the KV cache gets more; auto: on for one rank, off for several, which were not "
-        "tested with it; PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF takes precedence if set",
+        "memory and the KV cache gets more; auto: on, but off with collectives that open other "
+        "ranks' tensors by CUDA IPC handles; PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF takes "
+        "precedence if set",
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:

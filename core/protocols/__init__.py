@@ -53,6 +53,8 @@ from glowplug.core.protocols.models import (
     Model as Model,
     ModelFamily as ModelFamily,
     SampledLastLayer as SampledLastLayer,
+    SlicedVocabulary as SlicedVocabulary,
+    VocabularySlices as VocabularySlices,
 )
 from glowplug.core.protocols.ops import (
     Ops as Ops,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from glowplug.core.protocols.parallel import Collectives, Shard
 from glowplug.core.protocols.weights import WeightTarget
 from glowplug.core.step.batch import Batch
 
@@ -53,6 +55,86 @@ class Model(Protocol):
         """Return whether a checkpoint tensor without a target may be left unread.
 
         Such tensors are those of a NextN layer that is not used, or rotary tables, for example.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularySlices:
+    """The division of logits among ranks: each rank computes those of a slice of the vocabulary.
+
+    The slices follow each other in order of rank; the last one may be shorter.
+
+    Attributes:
+        shard: this rank's slice.
+        collectives: the collectives of the ranks.
+    """
+
+    shard: Shard
+    collectives: Collectives
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Return the logits of all ranks, [N, V].
+
+        Args:
+            logits: those of this rank's slice, [N, size].
+        """
+        shard = self.shard
+        room = -(-shard.full // shard.parts)
+        if shard.size < room:
+            padded = logits.new_full((len(logits), room), float("-inf"))
+            padded[:, : shard.size] = logits
+            logits = padded
+        return self.collectives.all_gather(logits, shard.axis, -1)[:, : shard.full]
+
+    def exchange(self, keys: Tensor) -> Tensor:
+        """Return the keys of all ranks, int64 [ranks, N].
+
+        Collectives through peers' memory send float32, and change only the bits 0x80008000.
+
+        Args:
+            keys: this rank's, int64 [N]; neither half of a key has these bits.
+        """
+        import torch
+
+        if not len(keys):
+            return keys.new_empty(self.shard.parts, 0)
+        sent = keys.view(torch.float32)[None]
+        return self.collectives.all_gather(sent, self.shard.axis).view(torch.int64)
+
+    def edit(self, logits: Tensor, change: Callable[[Tensor], None]) -> None:
+        """Change the logits of this rank's slice in place.
+
+        Args:
+            logits: [N, size].
+            change: function that changes logits [N, V] in place, each independently of the
+                others; those of other ranks' slices hold anything.
+        """
+        first = self.shard.start
+        whole = logits.new_empty(len(logits), self.shard.full)
+        own = whole[:, first : first + self.shard.size]
+        own.copy_(logits)
+        change(whole)
+        logits.copy_(own)
+
+
+@runtime_checkable
+class SlicedVocabulary(Protocol):
+    """A model or head that can return the logits of this rank's slice of the vocabulary.
+
+    Attributes:
+        slices: the division of the vocabulary; None: every rank computes all logits.
+    """
+
+    @property
+    def slices(self) -> VocabularySlices | None:
+        """The division of the vocabulary; None: every rank computes all logits."""
+        ...
+
+    def sliced_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's slice, float32 [N, size], of hidden [N, hidden].
+
+        ``VocabularySlices.gather`` makes those of ``logits`` of them.
         """
         ...
 

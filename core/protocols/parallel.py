@@ -206,7 +206,9 @@ class ParallelStrategy(Protocol):
 
         Args:
             role: "column" (outputs), "row" (inputs), "vocab", "heads", "experts", "expert_width" or
-                "replicated".
+                "replicated". Special cases, after None for which the strategy is called with the
+                general role: "shared_column" and "shared_row" of a shared expert, and "heads_row"
+                (inputs of attention's output projection).
             name: module path of the layer.
             full: size of the dimension.
             block: the dimension may be split only at multiples of this number (128 for block FP8).
@@ -256,7 +258,7 @@ class ParallelStrategy(Protocol):
         """Return the exchange of an MoE layer; None: its tokens need not move.
 
         With an exchange, the layer receives only this rank's attention tokens, and its shared
-        expert's "column" and "row" dimensions are split over "attn_tp" at most.
+        expert's "shared_column" and "shared_row" are split over "attn_tp" at most.
 
         Args:
             name: module path of the layer.

@@ -11,6 +11,9 @@ from glowplug.core.step.batch import Batch, StepShape
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: special role of a dimension -> role for strategies that do not decide the special one
+GENERAL_ROLES = {"shared_column": "column", "shared_row": "row", "heads_row": "row"}
+
 
 class ParallelStack:
     """The strategies of ``[[parallel]]`` as one, in the operator's order.
@@ -34,6 +37,8 @@ class ParallelStack:
         """
         for strategy in reversed(self.strategies):
             found = strategy.shard(role, name, full, block)
+            if found is None and role in GENERAL_ROLES:
+                found = strategy.shard(GENERAL_ROLES[role], name, full, block)
             if found is not None:
                 return found
         return Shard(0, full, full)

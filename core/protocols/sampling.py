@@ -39,6 +39,12 @@ class Sampler(Protocol):
     """A sampler that draws tokens from logits with each row's own parameters.
 
     A row's token does not depend on the other rows of the batch.
+
+    A further method is optional. ``takes_slices(slices: VocabularySlices) -> bool`` is called after
+    ``plan_step`` and ``capture_key`` if ranks divide the vocabulary. True: until the next
+    ``plan_step``, ``sample`` gets the logits of this rank's slice, [N, size], instead of all, and
+    returns the same result on every rank. Without the method, ``sample`` always gets all logits; a
+    class that overrides ``sample`` does not inherit the method.
     """
 
     def reserve(self, limits: Limits) -> None:
@@ -140,6 +146,10 @@ class SpeculativeAlgorithm(Protocol):
     is called once, with the sizes of drafts that a step may have (``Sizes.draft_shapes``) and
     the seconds of steps (``DraftCosts``), and returns the policy that chooses the size of each
     step. Without it, the engine's own policy chooses.
+
+    An algorithm with the attribute ``passes_rows`` = True uses the logits only as rows that it
+    passes on to the sampler. In steps whose sampler takes slices of the vocabulary, ``accept`` then
+    gets the logits of this rank's slice. A class that overrides ``accept`` does not inherit it.
 
     All rows of a step compute as many tokens. A row may still have fewer drafts than others, or
     none, if ``draft`` sets ``batch.draft_counts``.

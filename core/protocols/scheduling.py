@@ -206,8 +206,7 @@ class DraftPolicy(Protocol):
     The ranks of a group call it alike and choose alike.
 
     Attributes:
-        clocked: ``took`` is to be called. Only for an engine of one rank: ranks measure different
-            seconds.
+        clocked: ``took`` is to be called, on all ranks with the same seconds.
     """
 
     clocked: bool
@@ -234,9 +233,14 @@ class DraftPolicy(Protocol):
         ...
 
     def took(self, rows: int, shape: DraftShape, seconds: float) -> None:
-        """Note the seconds of a step of ``rows`` decoding rows and no others.
+        """Note the seconds of a step of decoding rows and no others, in all groups of ranks.
 
-        They are counted from the end of the step before, also one of decoding rows alone.
+        They are those of rank 0, from turn to turn (``Worker.clock``).
+
+        Args:
+            rows: number of decoding rows of the largest group.
+            shape: size of their drafts.
+            seconds: seconds of the step.
         """
         ...
 
@@ -289,7 +293,9 @@ class Scheduler(Protocol):
         Returns:
             The step; None if there is nothing to launch now. It must not be None when no batch is
             in flight and a sequence waits or runs: after a second of such results, the engine ends
-            the sequences with an error that names the scheduler (code "stalled").
+            the sequences with an error that names the scheduler (code "stalled"). It is None in a
+            call in which policy or cache has failed for a sequence, which ends with
+            ``EnginePlan.failed_call``: ranks compare such faults before the next step.
         """
         ...
 

@@ -59,6 +59,12 @@ class AcceptanceWindow:
         self._reached[rows] = keep * self._reached[rows] + (proposed & (places <= found)).sum(0)
         self._accepted[rows] = keep * self._accepted[rows] + (places < found).sum(0)
 
+    def age(self, rows: Ints, steps: int) -> None:
+        """Let the verify steps of ``rows`` count less, as after ``steps`` further ones."""
+        keep = self._keep**steps
+        self._reached[rows] *= keep
+        self._accepted[rows] *= keep
+
     def totals(self, rows: Ints) -> tuple[Floats, Floats]:
         """Return the weights of reached and of accepted drafts by position, summed over n rows."""
         return self._reached[rows].sum(0), self._accepted[rows].sum(0)

@@ -6,14 +6,17 @@ second is chosen. A row's rate at a depth is the share of accepted drafts there,
 predecessors were accepted. Recent results count more, and a row with few results is taken to be
 like the mean of all rows.
 
+Chains and trees have rates of their own: a tree accepts any of its branches. A step shows the rates
+of its kind alone. Those of the other kind are taken to change with them, so that the odds of both
+keep their ratio; a kind without any result has the rates of the other one.
+
 Steps with small drafts show nothing about larger ones. A step therefore has drafts of the next
 larger size when most rows are new, and otherwise rarely, which is paid for from a small share of
 the time (``EXPLORED``). It costs nothing if its drafts are accepted, and is then repeated at once.
 
-Everything is computed on the host from committed results, and without a clock (``clocked``) is
-deterministic. A step of the
-same rows as the one before keeps its size for ``DECIDED_STEPS`` steps, and their results are added
-together: with small models the host's time is that of the step.
+Everything is computed on the host from committed results and rank 0's seconds, so that ranks choose
+alike. A step of the same rows as the one before keeps its size for ``DECIDED_STEPS`` steps, and
+their results are added together: with small models the host's time is that of the step.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ PRIOR_RESULTS = 4.0  #: results of a row that the mean of the step's rows counts
 POOLED_RESULTS = 4.0  #: results of the step's rows that the mean of all rows counts like
 FIRST_RATE = 0.7  #: mean rate before any result
 FIRST_RESULTS = 8.0  #: results that ``FIRST_RATE`` counts like
+LEAST_RATE = 0.02  #: least mean rate whose odds count, and least distance from 1
 #: steps of the same rows with one decision: choosing and adding results takes 40 us of the host
 DECIDED_STEPS = 8
 #: steps with one decision after the size has changed: its first results may change it again
@@ -97,8 +101,7 @@ class AdaptivePolicy:
         shapes: the sizes of the drafts, ascending by tokens.
         costs: seconds of a step for each of ``shapes``.
         rows: number of rows of the sequence table.
-        clocked: correct ``costs`` by the seconds of steps in service. Ranks measure different
-            seconds and would choose differently, so this is for an engine of one rank.
+        clocked: correct ``costs`` by the seconds of steps in service.
     """
 
     def __init__(
@@ -121,7 +124,6 @@ class AdaptivePolicy:
 
     def _make_estimates(self, rows: int) -> None:
         """Set up the estimates of acceptance: of ``rows`` rows, and the mean of all."""
-        # rates of trees and of chains differ: a tree accepts any of its branches
         branches = sorted({shape.topk for shape in self.shapes if shape.steps})
         self._kinds = [branches.index(shape.topk) if shape.steps else 0 for shape in self.shapes]
         depth = max(*self._steps, 1)
@@ -228,10 +230,36 @@ class AdaptivePolicy:
         kind, steps = self._kinds[place], self._steps[place]
         self._windows[kind].add_steps(rows, counts - 1, steps)
         depths = np.arange(steps)
+        before = self._mean_odds(kind, steps)
         means = self._mean_results[kind, :steps], self._mean_accepted[kind, :steps]
         for mean, least in zip(means, (depths, depths + 1)):
             mean *= MEAN_DECAY ** len(counts)
             mean += (counts[:, :, None] > least).mean(1).sum(0)
+        self._change_others(kind, rows, len(counts), self._mean_odds(kind, steps) / before)
+
+    def _mean_odds(self, kind: int, steps: int) -> Floats:
+        """Return the odds that a draft of a kind is accepted, by depth, float64 [steps]."""
+        rates = self._mean_accepted[kind, :steps] / self._mean_results[kind, :steps]
+        rates = rates.clip(LEAST_RATE, 1 - LEAST_RATE)
+        odds: Floats = rates / (1 - rates)
+        return odds
+
+    def _change_others(self, kind: int, rows: Ints, count: int, ratio: Floats) -> None:
+        """Let the estimates of the other kinds follow new results of ``kind``.
+
+        Args:
+            kind: kind of the steps with results.
+            rows: their rows.
+            count: number of the steps.
+            ratio: odds of ``kind`` relative to those before, by depth.
+        """
+        steps = len(ratio)
+        for other, window in enumerate(self._windows):
+            if other != kind:
+                window.age(rows, count)
+                odds = ratio * self._mean_odds(other, steps)
+                results = self._mean_results[other, :steps]
+                self._mean_accepted[other, :steps] = results * odds / (1 + odds)
 
     def _settle(self, exploration: _Exploration, place: int, seconds: float, tokens: int) -> None:
         """Charge an exploration that has come back for the time that it has lost."""

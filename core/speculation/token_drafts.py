@@ -40,6 +40,7 @@ class TokenDrafts(ABC):
     """
 
     ragged: bool = False
+    passes_rows = True
 
     def __init__(self, plan: EnginePlan, worker: Worker) -> None:
         self._shape = plan.sizes.draft_shape

@@ -116,8 +116,9 @@ class RankBuilder:
         self.memory = RankMemory(plan, worker)
 
     def component(self, slot: str) -> Any:
-        """Build and return the runtime object that the plan chose for ``slot``."""
-        return build_component(self.plugins, self.plan.choice(slot), self.plan, self.worker)
+        """Build the plan's choice for ``slot``."""
+        with self.phases.building():
+            return build_component(self.plugins, self.plan.choice(slot), self.plan, self.worker)
 
     def build(self) -> Engine:
         """Run all start-up phases but ``ready`` and return the rank's engine."""
@@ -178,15 +179,15 @@ class RankBuilder:
 
     def _open_tier(self, runner: Runner, cache: Any) -> list[Callable[[], None]]:
         """Give the runner the cache's tier, if the plan has one, and return its ``close``."""
-        measured = self.memory.meter.lines
-        runner.tier = open_tier(cache, self.plan, self.memory.kv, runner.speculative, measured)
+        memory = self.memory
+        runner.tier = open_tier(cache, self.plan, memory.kv, runner.speculative, memory.meter.lines)
         return [] if runner.tier is None else [runner.tier.close]
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
         """Build the target model and the draft model without weights.
 
         Returns:
-            The target model, the draft model (None if there is none) and the speculative algorithm.
+            The target model, the draft model (None if there is none) and the algorithm.
         """
         speculative = self.component("speculative")
         family = self.component("model")
@@ -218,7 +219,8 @@ class RankBuilder:
         )
 
     def _runner(self, context: BuildContext, model: Model, speculative: Any) -> Runner:
-        sizes = self.plan.sizes
+        plan = self.plan
+        sizes = plan.sizes
         return Runner(
             model=model,
             attention=context.attention,
@@ -229,10 +231,11 @@ class RankBuilder:
             device=self.worker.device,
             split_points=context.split_points,
             draft_extend=context.draft_extend,
-            sampled_last_layer=self.plan.sampled_last_layer,
-            layers=self.plan.facts.model.num_layers,
-            simulated=simulation_of(self.plan, self.worker),
-            grammars=rank_grammars(self.plan, self.plugins, self.worker),
+            sampled_last_layer=plan.sampled_last_layer,
+            layers=plan.facts.model.num_layers,
+            simulated=simulation_of(plan, self.worker),
+            grammars=rank_grammars(plan, self.plugins, self.worker),
+            plan=plan,
         )
 
     def _stopping(self) -> None:

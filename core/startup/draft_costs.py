@@ -97,8 +97,7 @@ def adapt(
     if make is not None:
         policy = make(shapes, costs)
     else:
-        # costs that the operator gave are not corrected
-        clocked = plan.ranks == 1 and plan.draft_costs is None
+        clocked = plan.draft_costs is None  # costs that the operator gave are not corrected
         policy = AdaptivePolicy(shapes, costs, plan.sizes.max_running, clocked)
     scheduler.adapt(policy)  # type: ignore[attr-defined]  # the plan has checked its offers
 

@@ -29,6 +29,7 @@ class Phases:
 
     def __init__(self, report: Report, note: Note = logger.info, device: str = "cpu") -> None:
         self._report = report
+        self._running = ""  # the phase that runs; "" between two phases
         self._compilers = CompileTime(device)
         self.note = note
         self.seconds: dict[str, float] = {}
@@ -36,13 +37,23 @@ class Phases:
     @contextmanager
     def run(self, name: str) -> Iterator[list[str]]:
         """Time a phase and log it, together with the remarks appended to the yielded list."""
+        self._running = name
         self._report(name, 0, 1)
         remarks: list[str] = []
         started = time.perf_counter()
         yield remarks
         took = time.perf_counter() - started
         self.seconds[name] = self.seconds.get(name, 0.0) + took
+        self._running = ""
         self.note("; ".join([f"{name}: {took:.1f} s", *remarks]))
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Report the phase ``build`` while a component is built, also during another phase."""
+        self._report("build", 0, 1)
+        yield
+        if self._running:
+            self._report(self._running, 0, 1)
 
     def end(self) -> None:
         """Note that the start is over; compilers are then an exception worth a log line."""

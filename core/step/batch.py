@@ -254,6 +254,8 @@ class StepShape:
         group_decodes: number of decoding rows of each group; () without groups.
         draft_shape: largest size of the drafts on any rank; None: the plan's, or no rank has
             decoding rows. All groups use it, see ``widen``.
+        failed: requests of this rank's group that failed calls of components have ended, in the
+            argument of ``agree``; 0 without groups.
     """
 
     mode: Mode
@@ -267,6 +269,7 @@ class StepShape:
     group_tokens: tuple[int, ...] = ()
     group_decodes: tuple[int, ...] = ()
     draft_shape: DraftShape | None = None
+    failed: int = 0
 
 
 NO_WORK = StepShape(Mode.IDLE, 0, 0)  #: shape of a step without rows

@@ -274,6 +274,25 @@ class Reply(msgspec.Struct, tag="r", array_like=True):
     error: str = ""
 
 
+class RunningCall(msgspec.Struct, array_like=True, frozen=True):
+    """A call of a component, or of a plugin's hook, that has not returned.
+
+    Attributes:
+        owner: the component or the plugin, with its distribution and version.
+        method: the called method or hook.
+        fix: what the operator can do if the call never returns.
+        waits: True: a call of the collectives, which may wait for another rank.
+    """
+
+    owner: str
+    method: str
+    fix: str
+    waits: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.method} of {self.owner}"
+
+
 class Progress(msgspec.Struct, tag="p", array_like=True):
     """A progress report or heartbeat of a rank.
 
@@ -284,6 +303,7 @@ class Progress(msgspec.Struct, tag="p", array_like=True):
         done: completed units of the phase.
         total: all units of the phase; 0: this is no progress report.
         note: a line for the log of the process that started the rank.
+        call: the call in which a starting rank was at a heartbeat; None: in no plugin's code.
     """
 
     rank: int
@@ -292,6 +312,7 @@ class Progress(msgspec.Struct, tag="p", array_like=True):
     total: int = 0
     seconds: float = 0.0
     note: str = ""
+    call: RunningCall | None = None
 
 
 class Failed(msgspec.Struct, tag="f", array_like=True):
@@ -326,12 +347,15 @@ class Turn(msgspec.Struct, array_like=True):
         stop: True: the front end has gone; every rank leaves its loop.
         grammars: (sequence id, error) of sequences whose grammar rank 0 has compiled; "": it is
             good.
+        failed: (sequence id, error) of the sequences of rank 0's group that a component's failed
+            call has ended since the last turn.
     """
 
     now: float
     frames: list[bytes] = []
     stop: bool = False
     grammars: list[tuple[int, str]] = []
+    failed: list[tuple[int, str]] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

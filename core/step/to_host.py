@@ -104,3 +104,8 @@ class HostCopier:
         before = self._last
         self._last = marks
         return Copy(self._memory[buffer], tensors, marks, before)
+
+
+def host_copier(device: torch.device) -> HostCopier | None:
+    """Return a copier of the results of ``device``; None if the device is the host."""
+    return None if device.type == "cpu" else HostCopier()

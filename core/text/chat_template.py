@@ -296,6 +296,33 @@ def _read_file(path: Path) -> str:
     )
 
 
+def check_arguments(
+    arguments: Mapping[str, Any], permitted: frozenset[str], both_ends: bool
+) -> None:
+    """Check the arguments of a conversation.
+
+    Args:
+        arguments: further variables for the template.
+        permitted: their permitted names.
+        both_ends: both ``add_generation_prompt`` and ``continue_final_message`` are set.
+
+    Raises:
+        RequestError: an argument is not permitted, or both are set.
+    """
+    unknown = sorted(arguments.keys() - permitted)
+    if unknown:
+        raise RequestError(
+            f"{unknown[0][:64]!r} is not a supported argument of chat templates; supported are "
+            + ", ".join(sorted(permitted)),
+            param="chat_template_kwargs",
+        )
+    if both_ends:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+
+
 def cut_after_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     """Cut ``text`` after the last message's content, so that the model continues this message.
 

@@ -16,7 +16,11 @@ from typing import Any
 import tokenizers
 
 from glowplug.core.errors import RequestError
-from glowplug.core.text.chat_template import ChatTemplate, cut_after_final_message
+from glowplug.core.text.chat_template import (
+    ChatTemplate,
+    check_arguments,
+    cut_after_final_message,
+)
 from glowplug.core.text.detokenize import (
     ByteStream,
     Pieces,
@@ -267,18 +271,9 @@ class Tokenizer:
             RequestError: there is no template, an argument is not permitted, or the template fails
                 (code ``template_error``).
         """
-        unknown = sorted(arguments.keys() - TEMPLATE_ARGUMENTS)
-        if unknown:
-            raise RequestError(
-                f"{unknown[0][:64]!r} is not a supported argument of chat templates; supported are "
-                + ", ".join(sorted(TEMPLATE_ARGUMENTS)),
-                param="chat_template_kwargs",
-            )
-        if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other",
-                param="continue_final_message",
-            )
+        check_arguments(
+            arguments, TEMPLATE_ARGUMENTS, add_generation_prompt and continue_final_message
+        )
         text = self._template("tool_use" if tools else "default").render(
             {
                 **self._special_text,

@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
+from glowplug.entrypoints.bench.load import sharegpt
+from glowplug.entrypoints.bench.load.dataset_options import (
+    add_sharegpt_options,
+    sharegpt_sampling,
+)
 from glowplug.entrypoints.bench.load.datasets import custom_prompts, random_lengths
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.drafts import (
@@ -39,13 +44,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dataset-name",
-        choices=("random", "custom"),
+        choices=("random", "custom", "sharegpt"),
         default="random",
-        help="custom reads --dataset-path",
+        help="custom and sharegpt read --dataset-path",
     )
     group.add_argument(
-        "--dataset-path", metavar="FILE", help='custom: JSON lines with "prompt", "output_tokens"'
+        "--dataset-path",
+        metavar="FILE",
+        help='custom: JSON lines with "prompt", "output_tokens"; sharegpt: the published JSON list '
+        'with "conversations"',
     )
+    add_sharegpt_options(group)
     group.add_argument("--num-prompts", type=int, default=64)
     group.add_argument("--random-input-len", "--random-input", "--input-len", type=int, default=256)
     group.add_argument(
@@ -93,12 +102,12 @@ def run(args: argparse.Namespace) -> int:
         0; 2 if the model or an option is refused.
     """
     try:
-        if (args.dataset_name == "custom") != bool(args.dataset_path):
-            raise ValueError("--dataset-name custom and --dataset-path need each other")
+        if (args.dataset_name == "random") == bool(args.dataset_path):
+            raise ValueError("--dataset-name custom or sharegpt and --dataset-path need each other")
         text = bool(args.dataset_path)
         config = with_simulation({"skip_tokenizer": not text, **engine_config(args)}, args)
         records = _measure(args, config)
-    except (GlowplugError, ValueError) as error:
+    except (GlowplugError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     found = sorted(records, key=lambda record: record["duration"])[(len(records) - 1) // 2]
@@ -148,7 +157,11 @@ def _requests(
         if llm.tokenizer is None:
             raise ValueError("--dataset-path has texts, and the engine runs without a tokenizer")
         path = Path(args.dataset_path)
-        found = custom_prompts(path, count, args.random_output_len, llm.tokenizer.encode)
+        encode = partial(llm.tokenizer.encode, add_special_tokens=False)
+        if args.dataset_name == "sharegpt":
+            found = sharegpt.prompts(path, count, encode, sharegpt_sampling(args, llm.plan.seed))
+        else:
+            found = custom_prompts(path, count, args.random_output_len, encode)
         return [llm.tokenizer.encode(one.text) for one in found], [one.output_len for one in found]
     ratio = args.random_range_ratio
     lengths = random_lengths(rng, args.random_input_len, ratio, count)
@@ -176,7 +189,7 @@ def _run_once(
     generated = sum(len(result.token_ids) for result in done)
     finished = {"length", "stop"} if args.disable_ignore_eos else {"length"}
     return {
-        **_record(args, llm.plan.device, sum(map(len, prompts)), generated, duration),
+        **_record(args, llm.plan.device, [*map(len, prompts)], generated, duration),
         "failed": sum(result.finish_reason not in finished for result in done),
         **drafted,
         "device_idle_share": report.idle_share(before, asdict(llm.stats)),
@@ -185,15 +198,24 @@ def _run_once(
 
 
 def _record(
-    args: argparse.Namespace, device: str, prompt: int, generated: int, duration: float
+    args: argparse.Namespace, device: str, lengths: list[int], generated: int, duration: float
 ) -> dict[str, Any]:
-    """Return the record of one run. ``prompt`` and ``generated``: tokens of all requests."""
+    """Return the record of one run.
+
+    Args:
+        args: options of the command.
+        device: the device.
+        lengths: tokens of each prompt.
+        generated: generated tokens of all requests.
+        duration: seconds of the run.
+    """
+    count, prompt = len(lengths), sum(lengths)
     return {
-        "num_prompts": args.num_prompts,
+        "num_prompts": count,
         "total_input_tokens": prompt,
         "total_output_tokens": generated,
         "duration": duration,
-        "request_throughput": args.num_prompts / duration,
+        "request_throughput": count / duration,
         "input_throughput": prompt / duration,
         "output_throughput": generated / duration,
         "total_throughput": (prompt + generated) / duration,

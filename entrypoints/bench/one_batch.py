@@ -9,11 +9,13 @@ import argparse
 import itertools
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import EngineDead, GlowplugError
+from glowplug.core.step.draft_counts import DraftCounts, since
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
 from glowplug.entrypoints.bench.others.drafts import (
@@ -23,7 +25,7 @@ from glowplug.entrypoints.bench.others.drafts import (
     with_simulation,
 )
 from glowplug.entrypoints.bench.others.engine_options import add_batch_options, engine_config
-from glowplug.entrypoints.bench.others.floor import StepFloor, known_card
+from glowplug.entrypoints.bench.others.floor import known_card
 from glowplug.entrypoints.bench.others.in_process import (
     BatchTimes,
     median_run,
@@ -31,6 +33,7 @@ from glowplug.entrypoints.bench.others.in_process import (
     run_static_batch,
     traced,
 )
+from glowplug.entrypoints.bench.others.step_floor import StepFloor
 from glowplug.entrypoints.bench.ranks.exchange_times import ExchangeTimes
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
@@ -53,6 +56,8 @@ COLUMNS = (
     "floor_ms",
     "floor_share",
 )
+#: further columns of runs with drafts
+DRAFT_COLUMNS = ("accept_length", "allowed_speedup")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -189,8 +194,8 @@ def _record_shape(
     try:
         times, drafts = _measure(args, llm, rng, shape)
         return {
-            **record(times, args, llm, floor),
-            **drafts,
+            **record(times, args, llm, floor, drafts),
+            **acceptance((), drafts),
             **report.startup_times(llm.control("info")),
         }
     except EngineDead:
@@ -222,10 +227,15 @@ def _run(
                 report.append_line(Path(args.result_filename), records[-1])
             if args.save:  # after each shape, so that an interrupted run keeps its results
                 report.write_json(Path(args.save), document(llm, records, floor))
-    print(
-        report.table(COLUMNS, [[found.get(column, "-") for column in COLUMNS] for found in records])
-    )
+    print(_table(records))
     return 1 if any("error" in found for found in records) else 0
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    """Return the table of the records, with columns about drafts if there were any."""
+    drafted = any(found.get("accept_length") for found in records)
+    columns = (*COLUMNS, *DRAFT_COLUMNS) if drafted else COLUMNS
+    return report.table(columns, [[found.get(name, "-") for name in columns] for found in records])
 
 
 def _floor(
@@ -246,11 +256,11 @@ def _floor(
 
 def _measure(
     args: argparse.Namespace, llm: LLM, rng: random.Random, shape: tuple[int, int, int]
-) -> tuple[BatchTimes, dict[str, Any]]:
+) -> tuple[BatchTimes, Sequence[DraftCounts]]:
     """Measure one batch shape, after a warm-up.
 
     Returns:
-        The times of the median run, and the record's keys about the drafts of all runs.
+        The times of the median run, and the counters of the drafts of all runs.
     """
     batch, length, output = shape
     vocab = llm.plan.facts.model.vocab_size
@@ -261,7 +271,7 @@ def _measure(
     runs = range(max(args.repeat, 1))
     every = (random_ids(rng, batch, length, vocab) for _ in runs)
     times = median_run([run_static_batch(llm, prompts, output) for prompts in every])
-    drafts = acceptance(before, counted(llm))
+    drafts = since(counted(llm), before)
     show(times, args.log_decode_step)
     if args.profile:
         _trace(llm, random_ids(rng, batch, length, vocab), output)
@@ -299,11 +309,20 @@ def show(times: BatchTimes, every: int) -> None:
 
 
 def record(
-    times: BatchTimes, args: argparse.Namespace, llm: LLM, floor: StepFloor
+    times: BatchTimes,
+    args: argparse.Namespace,
+    llm: LLM,
+    floor: StepFloor,
+    drafts: Sequence[DraftCounts] = (),
 ) -> dict[str, Any]:
     """Return the record of one static batch: SGLang's keys in seconds, then ours in milliseconds.
 
-    ``floor``: floor of decode steps.
+    Args:
+        times: times of the batch.
+        args: options of the command.
+        llm: the engine.
+        floor: floor of decode steps.
+        drafts: counters of the drafts of the measured runs.
     """
     found: dict[str, Any] = {
         "run_name": args.run_name,
@@ -326,7 +345,7 @@ def record(
         "decode_tokens_per_s": times.decode_throughput,
     }
     if floor.bandwidth and times.decodes:
-        found |= floor.record(times.batch, times.input_len, times.median_decode)
+        found |= floor.record(times.batch, times.input_len, times.median_decode, drafts)
     devices = llm.plan.facts.hardware.devices
     card = known_card(devices[0].name) if devices else None
     if card:

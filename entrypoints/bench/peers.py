@@ -27,6 +27,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.floor import Card, measured_card
 from glowplug.entrypoints.bench.others.layout import ONE_GPU, OURS
+from glowplug.entrypoints.bench.others.step_floor import SHAPES, served_floors
 
 #: columns after those of the engines
 EXTRA_COLUMNS = (
@@ -225,12 +226,18 @@ def with_floors(ours: Points, path: Path, model_path: str, card: Card) -> Points
     from glowplug.core.plugin.registry import load_plugins
 
     model = load_plugins().read_model(model_path).facts
-    line = _records(path)[0]
-    prompt = int(line["random_input_len"])
-    output = int(line["random_output_len"])
+    lines = _records(path)
+    prompt = int(lines[0]["random_input_len"])
+    output = int(lines[0]["random_output_len"])
+    drafted = {int(line["max_concurrency"] or 0): line for line in lines if line.get(SHAPES)}
     return {
         at: values
-        | {f"floor_{key}": floor for key, floor in card.served(model, at, prompt, output).items()}
+        | {
+            f"floor_{key}": floor
+            for key, floor in served_floors(
+                card, model, at, prompt, output, drafted.get(at)
+            ).items()
+        }
         for at, values in ours.items()
     }
 

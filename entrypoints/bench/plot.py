@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         help="results of `glowplug ablate`, `bench versus`, `bench one-batch --save`, `bench "
-        "serving`, `bench kernels`, `bench soak`, or a record of docs/benchmarks",
+        "serving`, `bench sweep`, `bench kernels`, `bench soak`, or a record of docs/benchmarks",
     )
     parser.add_argument(
         "--chart",

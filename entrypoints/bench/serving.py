@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import datetime
 import math
-import random
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,17 +19,23 @@ from typing import Any
 import orjson
 
 from glowplug.core.step.draft_counts import DraftCounts
-from glowplug.entrypoints.bench.load import datasets, metrics, sharegpt
+from glowplug.entrypoints.bench.load import datasets, metrics
 from glowplug.entrypoints.bench.load.backends import (
     BACKENDS,
+    Backend,
     Outcome,
     Request,
     outcome_of,
     send_prompt,
 )
+from glowplug.entrypoints.bench.load.dataset_options import (
+    dataset_conditions,
+    prompt_counts,
+    prompts_of,
+)
 from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.load import drive, load_of, progress
-from glowplug.entrypoints.bench.load.serving_options import configure as configure
+from glowplug.entrypoints.bench.load.serving_options import configure as configure, request_of
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.drafts import (
     counted_by_server,
@@ -39,8 +44,6 @@ from glowplug.entrypoints.bench.others.drafts import (
     server_acceptance,
 )
 from glowplug.entrypoints.front import event_loop
-
-FALLBACK_VOCAB = 1000  #: token ids below this exist in every known vocabulary
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,10 @@ async def runs(args: argparse.Namespace) -> AsyncIterator[tuple[metrics.Record, 
     refuse_simulation(args)
     metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
     load_of(args, None)  # likewise
+    _check_metadata(args)
     server = await _inspect_server(target, args)
     for concurrency, count in _sweep(args):
-        prompts = _prompts(args, server, count)
+        prompts = prompts_of(args, count, server.vocab)
         yield await _measure_one(args, target, server, prompts, concurrency)
         server = replace(server, info=await _info(target))
 
@@ -104,7 +108,7 @@ def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:
     The options have lists of equal length, or one number of prompts for all runs.
     """
     levels = args.max_concurrency or [None]
-    counts = args.num_prompts
+    counts = prompt_counts(args)
     if len(counts) == 1:
         counts = counts * len(levels)
     if len(counts) != len(levels):
@@ -126,7 +130,8 @@ def _target(args: argparse.Namespace) -> ServerTarget:
         if not separator:
             raise ValueError(f"--header must be NAME=VALUE, not {pair!r}")
         headers.append((name, value))
-    return ServerTarget(args.base_url or f"http://{args.host}:{args.port}", tuple(headers))
+    url = args.base_url or f"http://{args.host}:{args.port}"
+    return ServerTarget(url, tuple(headers), verify=not args.insecure)
 
 
 async def _inspect_server(target: ServerTarget, args: argparse.Namespace) -> MeasuredServer:
@@ -192,52 +197,10 @@ async def _json(target: ServerTarget, path: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _prompts(
-    args: argparse.Namespace, server: MeasuredServer, count: int
-) -> list[datasets.BenchPrompt]:
-    """Return ``count`` prompts from the dataset, or random ones without a dataset."""
-    encode, decode, vocab = (
-        datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None)
-    )
-    if args.dataset_name != "random":
-        return _file_prompts(args, count, encode)
-    rng = random.Random(args.seed)
-    as_text = args.prompt_format == "text" or not BACKENDS[args.backend].takes_ids
-    vocab = args.vocab_size or server.vocab or vocab or FALLBACK_VOCAB
-    if not as_text:
-        decode = None
-    elif decode is None:
-        decode = datasets.word_decoder(args.seed)
-    return datasets.random_prompts(
-        rng,
-        count,
-        args.random_input_len,
-        args.random_output_len,
-        args.random_range_ratio,
-        vocab,
-        decode,
-    )
-
-
-def _file_prompts(
-    args: argparse.Namespace, count: int, encode: datasets.Encode | None
-) -> list[datasets.BenchPrompt]:
-    """Return ``count`` prompts from the file of the options.
-
-    ``encode``: the tokenizer of the options; None without one.
-    """
-    if not args.dataset_path:
-        raise ValueError(f"--dataset-name {args.dataset_name} needs --dataset-path")
-    path = Path(args.dataset_path)
-    if args.dataset_name == "custom":
-        return datasets.custom_prompts(path, count, args.random_output_len, encode)
-    sampling = sharegpt.Sampling(
-        args.sharegpt_output_len,
-        args.sharegpt_context_len,
-        None if args.disable_shuffle else args.seed,
-        args.no_oversample,
-    )
-    return sharegpt.prompts(path, count, encode, sampling)
+def _backend(args: argparse.Namespace) -> Backend:
+    """Return the kind of server and route of the options."""
+    backend = BACKENDS[args.backend]
+    return replace(backend, path=args.endpoint) if args.endpoint else backend
 
 
 async def _warm_up(
@@ -248,7 +211,7 @@ async def _warm_up(
     Raises:
         ValueError: a request failed.
     """
-    backend = BACKENDS[args.backend]
+    backend = _backend(args)
     for _ in range(args.warmup_requests):
         outcome = outcome_of(await send_prompt(target, backend, prompt, request), backend)
         if not outcome.ok:
@@ -272,10 +235,8 @@ async def _measure_one(
     Raises:
         ValueError: the warm-up failed.
     """
-    backend = BACKENDS[args.backend]
-    request = Request(
-        server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body
-    )
+    backend = _backend(args)
+    request = request_of(args, server.model)
     await _warm_up(args, target, prompts[0], request)
     drafts = await _drafts(target, await _info(target))
     if args.profile:
@@ -286,7 +247,7 @@ async def _measure_one(
     close()
     if args.profile:
         await _expect_ok(target, "/stop_profile")
-    record = _conditions(args, server, len(prompts), concurrency)
+    record = dict(args.metadata) | _conditions(args, server, len(prompts), concurrency)
     record |= await _server_figures(target, server, drafts)
     return record | _client_figures(args, outcomes, duration, concurrency), outcomes
 
@@ -364,21 +325,27 @@ def _conditions(
         "endpoint_type": args.backend,
         "model_id": server.model,
         "tokenizer_id": args.tokenizer or server.model,
-        "dataset_name": args.dataset_name,
-        "num_prompts": count,
+        **dataset_conditions(args, count),
+        "temperature": args.temperature,
+        "sampling_params": request_of(args, server.model).sampling,
         "request_rate": rate,
         "burstiness": args.burstiness,
         "ramp_up_strategy": args.ramp_up_strategy,
         "ramp_up_start_rps": args.ramp_up_start_rps,
         "ramp_up_end_rps": args.ramp_up_end_rps,
         "max_concurrency": concurrency,
-        "random_input_len": args.random_input_len,
-        "random_output_len": args.random_output_len,
-        "random_range_ratio": args.random_range_ratio,
-        "seed": args.seed,
         **report.startup_times((server.info or {}).get("engine") or {}),
         "server_info": server.info,
     }
+
+
+def _check_metadata(args: argparse.Namespace) -> None:
+    """Raise ValueError if ``--metadata`` has a key of the record itself."""
+    server = MeasuredServer("", None, None)
+    own = _conditions(args, server, 1, None).keys() | metrics.measure([], 1.0).keys()
+    taken = [key for key, _ in args.metadata if key in own]
+    if taken:
+        raise ValueError(f"--metadata {taken[0]} is a key of the record itself: give another name")
 
 
 def _save(args: argparse.Namespace, record: metrics.Record, outcomes: list[Outcome]) -> None:
@@ -386,10 +353,11 @@ def _save(args: argparse.Namespace, record: metrics.Record, outcomes: list[Outco
     whole = record | metrics.details(outcomes) if args.output_details else record
     if args.output_file:
         report.append_line(Path(args.output_file), whole)
-    if args.save_result:
+    if args.save_result or args.append_result:
         model = record["model_id"].rsplit("/", 1)[-1]
         level = f"-concurrency{record['max_concurrency']}" if record["max_concurrency"] else ""
         name = (
             f"{record['backend']}-{record['request_rate']}qps{level}-{model}-{record['date']}.json"
         )
-        report.write_json(Path(args.result_dir) / (args.result_filename or name), whole)
+        write = report.append_line if args.append_result else report.write_json
+        write(Path(args.result_dir) / (args.result_filename or name), whole)

@@ -24,6 +24,7 @@ from glowplug.entrypoints.bench.others.draft_settings import (
     read_prompts,
     settings,
 )
+from glowplug.entrypoints.bench.others.drafts import add_simulation_options, simulated_rates
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
@@ -53,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--num-prompts", type=int, default=16, help="requests of each combination, at least a batch"
     )
     add_prompt_options(group, 512)
+    add_simulation_options(group)
     group.add_argument(
         "--start", type=int, default=0, help="number of the first combination to measure"
     )
@@ -115,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         config = engine_config(args)
+        simulated_rates(args)  # refused before an engine starts
         chosen = _combinations(args)
     except (GlowplugError, OSError, ValueError) as error:
         print(f"glowplug bench speculative: {error}", file=sys.stderr)
@@ -178,7 +181,7 @@ def _speed(
     """Start an engine for one combination and return its speed, after a warm-up."""
     from glowplug.entrypoints.front.llm import LLM
 
-    with LLM(**drafting_config(config, shape, rows)) as llm:
+    with LLM(**drafting_config(config, shape, rows, simulated_rates(args))) as llm:
         prompts = read_prompts(llm, args.prompts, max(args.num_prompts, rows))
         room = llm.plan.sizes.context_length - max(map(len, prompts))
         length = min(args.output_len, room)

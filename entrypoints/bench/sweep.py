@@ -21,6 +21,11 @@ from glowplug.entrypoints.bench import serving, table
 from glowplug.entrypoints.bench.load.local_server import LocalServer
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions_apart
+from glowplug.entrypoints.bench.others.drafts import (
+    add_simulation_options,
+    simulated_rates,
+    simulation_settings,
+)
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.cli.flags.command_line import read_command_line
@@ -87,6 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="exit with 1 if the median TTFT or TPOT of a setting is worse than the first one's "
         "by more than this",
     )
+    add_simulation_options(group)
     group.add_argument("--output-file", type=Path, help="append one JSON line per measurement")
     group.add_argument("--save", type=Path, help="write a JSON document of all results and changes")
     add_engine_options(parser)
@@ -119,7 +125,9 @@ def run(args: argparse.Namespace) -> int:
 def _planned(args: argparse.Namespace, name: str) -> Setting:
     """Return the setting ``name`` with its configuration and plan, or with the refusal."""
     given = copy.copy(args)
-    given.overrides = [*args.overrides, *(part for part in name.split(";") if part.strip())]
+    varied = (part for part in name.split(";") if part.strip())
+    simulated = simulation_settings(simulated_rates(args))
+    given.overrides = [*args.overrides, *simulated, *varied]
     try:
         config = engine_config(given)
         return Setting(name, config, read_command_line(given).plan())

@@ -19,6 +19,7 @@ from glowplug.core.plugin.registry import (
     found_entry_points,
 )
 from glowplug.core.plugin.slots import SLOTS
+from glowplug.entrypoints.cli.suite_results import add_results, cell, failures
 
 HEAD = ("plugin", "distribution", "version", "provides", "contract", "loads")
 
@@ -38,8 +39,9 @@ def available(
 
     Returns:
         Entries with the plugin's name, target, distribution, version, hooks and components (slot,
-        name and contract of each), ``loads``, and ``why_not``, the reasons why it does not load or
-        a component cannot run here.
+        name, contract, ``needs_gpu``, and ``why_not``, the reason why it cannot run here),
+        ``loads``, and ``why_not``, the reasons why the plugin does not load or a component cannot
+        run here.
     """
     kept = [PluginSource(name, name) for name in built_in_plugins()]
     found = []
@@ -77,8 +79,16 @@ def _loaded(plugins: PluginSet, source: PluginSource) -> dict[str, Any]:
         for registration in plugins.components(slot.name):
             one = registration.component
             if plugins.source_of(slot.name, one.name) == source:
-                components.append({"slot": slot.name, "name": one.name, "contract": one.contract})
                 why = unavailable(one, slot.name, plugins.software.packages, machine)
+                components.append(
+                    {
+                        "slot": slot.name,
+                        "name": one.name,
+                        "contract": one.contract,
+                        "why_not": why,
+                        "needs_gpu": "cpu" not in one.offers.devices,
+                    }
+                )
                 reasons += [f"{slot.name} {one.name}: {why}"] if why else []
     return {
         "hooks": plugins.hooks_of(source.name),
@@ -88,20 +98,31 @@ def _loaded(plugins: PluginSet, source: PluginSource) -> dict[str, Any]:
     }
 
 
-def print_available(extra: Sequence[str], block: Sequence[str], as_json: bool) -> None:
-    """Print the installed entry points and the modules ``extra`` as a table or JSON."""
+def print_available(
+    extra: Sequence[str], block: Sequence[str], as_json: bool, suite_seconds: float | None = None
+) -> None:
+    """Print the installed entry points and the modules ``extra`` as a table or JSON.
+
+    ``suite_seconds``: time limit of each component's suite; None: no suite is run.
+    """
     modules = [PluginSource(name, name, *distribution_of(name)) for name in extra]
     found = available([*found_entry_points(), *modules], block)
+    suites = suite_seconds is not None
+    if suite_seconds is not None:
+        add_results(found, suite_seconds)
     if as_json:
         print(json.dumps(found, indent=2))
         return
     if not found:
         print("no plugin is installed (entry points of the group glowplug)")
         return
-    print_table([HEAD, *map(_row, found)])
+    rows = [(*_row(one), *([cell(one)] if suites else [])) for one in found]
+    print_table([(*HEAD, *(["suite"] if suites else [])), *rows])
     for one in found:
         if one["why_not"]:
             print(f"\n{one['name']}: {one['why_not']}")
+        for line in failures(one) if suites else []:
+            print(f"\n{one['name']}: {line}")
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:

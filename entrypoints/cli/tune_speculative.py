@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
 from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape, shorter_shapes
+from glowplug.entrypoints.bench.others.drafts import add_simulation_options, simulated_rates
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.bench.others.draft_settings import DraftSpeed
@@ -67,6 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"tokens to generate for each request; default: {DEFAULTS['output_len']}",
     )
+    add_simulation_options(group)
     group.add_argument(
         "--output", type=Path, metavar="FILE", help=f"file to write; default: {DEFAULTS['output']}"
     )
@@ -74,7 +76,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def given_options(args: argparse.Namespace) -> list[str]:
     """Return the options of this tuner that are set."""
-    return [f"--{name.replace('_', '-')}" for name in DEFAULTS if getattr(args, name) is not None]
+    names = (*DEFAULTS, "simulate_accept_length", "simulate_accept_rates")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
 
 
 def run(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
@@ -130,6 +133,7 @@ def _about(args: argparse.Namespace, config: Mapping[str, Any]) -> dict[str, Any
         "prompts": str(args.prompts or "built-in questions"),
         "num_prompts": args.num_prompts,
         "output_len": args.output_len,
+        "simulated_rates": simulated_rates(args),
     }
     return dict(json.loads(json.dumps(found, default=str)))
 
@@ -176,7 +180,8 @@ def _measure(
 
     if not batch_sizes:
         return
-    with LLM(**drafting_config(dict(config), shape, max(batch_sizes))) as llm:
+    rates = simulated_rates(args)
+    with LLM(**drafting_config(dict(config), shape, max(batch_sizes), rates)) as llm:
         prompts = read_prompts(llm, args.prompts, max(args.num_prompts, *batch_sizes))
         length = min(args.output_len, llm.plan.sizes.context_length - max(map(len, prompts)))
         for rows in batch_sizes:
@@ -184,11 +189,15 @@ def _measure(
             measure_drafts(llm, used[:rows], rows, min(length, WARM_TOKENS), shape.tokens)
             speed = measure_drafts(llm, used, rows, length, shape.tokens)
             records[rows, shape] = _record(rows, shape, speed)
-            print(
-                f"batch size {rows}, drafts {shape}: {speed.tokens_per_s:.1f} tokens/s, "
-                f"accept length {speed.accept_length:.2f}",
-                flush=True,
-            )
+            print(_measured(rows, shape, speed), flush=True)
+
+
+def _measured(rows: int, shape: DraftShape, speed: DraftSpeed) -> str:
+    """Return a measurement as a line of text."""
+    return (
+        f"batch size {rows}, drafts {shape}: {speed.tokens_per_s:.1f} tokens/s, "
+        f"accept length {speed.accept_length:.2f}"
+    )
 
 
 def _record(rows: int, shape: DraftShape, speed: DraftSpeed) -> dict[str, Any]:

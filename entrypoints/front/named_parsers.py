@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from glowplug.core.errors import RequestError
+from glowplug.core.errors import ComponentFailed, RequestError
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.loading import BUILT_IN, component_failure, describe
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import OutputParserFactory, Piece, Worker
 from glowplug.core.startup.components import build_component
-
-CODE = "component_failed"  #: error code of a request that a component's exception has ended
 
 
 def build_parsers(plan: EnginePlan, plugins: PluginSet) -> list[OutputParserFactory]:
@@ -46,12 +44,12 @@ class _Named:
         except Exception as error:
             raise self.failure(method.__name__, describe(error)) from error
 
-    def failure(self, method: str, reason: str) -> RequestError:
+    def failure(self, method: str, reason: str) -> ComponentFailed:
         """Return the error for a fault of ``method``."""
         one = self._choice
         phase = f"serve, in {method}"
         text = component_failure(one.slot, one.name, one.distribution, one.version, phase, reason)
-        return RequestError(text, code=CODE, status=500)
+        return ComponentFailed(text)
 
 
 class _NamedFactory(_Named):

@@ -22,6 +22,7 @@ from glowplug.kernels.collectives.push import (
     next_turn,
     push,
     received,
+    slot_of,
     sum_of_ranks,
 )
 from glowplug.kernels.launch import dependent_launch
@@ -108,8 +109,7 @@ def _two_shot(
             at = tile * TILE + column
             if owner != RANK:
                 bits = bits_of(tl.load(x + at, mask=at < count))
-                index = (RANK - owner - 1 + RANKS) % RANKS
-                place = (tl.load(turns + tile) * (RANKS - 1) + index) * capacity
+                place = slot_of(tl.load(turns + tile), RANK, owner, capacity, RANKS)
                 target = buffers_of(terms, owner, x) + place + tile // RANKS * TILE + column
                 tl.store(target, bits, mask=at < count)
     if STAGES & 2:
@@ -132,11 +132,10 @@ def _two_shot(
             at = tile * TILE + column
             if owner != RANK:
                 within = tile // RANKS * TILE + column
-                index = (owner - RANK - 1 + RANKS) % RANKS
-                place = (turn * (RANKS - 1) + index) * capacity + within
+                place = slot_of(turn, owner, RANK, capacity, RANKS) + within
                 bits = received(own_sums + place, at < count, fault, owner, LIMIT)
                 tl.store(out + at, bits.to(out.dtype.element_ty, bitcast=True), mask=at < count)
-                former = ((turn + TURNS - 1) % TURNS * (RANKS - 1) + index) * capacity + within
+                former = slot_of((turn + TURNS - 1) % TURNS, owner, RANK, capacity, RANKS) + within
                 clear_one(own_sums + former, None, own_sums)
             next_turn(turns, tile, turn)
 

@@ -19,6 +19,7 @@ from glowplug.kernels.collectives.push import (
     clear,
     next_turn,
     received,
+    slot_of,
 )
 from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import next_power_of_2
@@ -74,7 +75,7 @@ def _combine(
                 held = tl.load(local + there * TOPK + choice, mask=chosen, other=-1)
                 inside = column < tl.where(tl.max(held) >= 0, hidden, 0)
                 bits = bits_of(tl.load(y + there * hidden + column, mask=inside, other=0.0))
-                place = (turn * (RANKS - 1) + RANKS - 1 - distance) * capacity + row * PITCH
+                place = slot_of(turn, RANK, source, capacity, RANKS) + row * PITCH
                 tl.store(buffers_of(peers, source, y) + place + column, bits, mask=inside)
     if STAGES & 2:
         for row in range(first, rows, tl.num_programs(0)):
@@ -91,8 +92,7 @@ def _combine(
                     mine = tl.load(y + there * hidden + column, mask=inside, other=0.0)
                     total += mine.to(tl.float32)
                 else:
-                    index = (rank - RANK - 1 + RANKS) % RANKS
-                    at = own + (turn * (RANKS - 1) + index) * capacity + row * PITCH
+                    at = own + slot_of(turn, rank, RANK, capacity, RANKS) + row * PITCH
                     bits = received(at + column, inside, fault, rank, LIMIT)
                     total += bits.to(y.dtype.element_ty, bitcast=True).to(tl.float32)
             if BESIDE:

@@ -27,6 +27,7 @@ from glowplug.kernels.collectives.push import (
     clear,
     next_turn,
     received,
+    slot_of,
 )
 from glowplug.kernels.formats.fp8_triton import empty_quantized
 from glowplug.kernels.launch import dependent_launch
@@ -143,7 +144,7 @@ def _dispatch(
             )
             for distance in tl.static_range(1, RANKS):
                 peer = (RANK + distance) % RANKS
-                place = (turn * (RANKS - 1) + RANKS - 1 - distance) * capacity + row * PITCH
+                place = slot_of(turn, RANK, peer, capacity, RANKS) + row * PITCH
                 target = buffers_of(peers, peer, x) + place
                 behind = (target + size).to(tl.pointer_type(tl.int32))
                 tl.store(behind + choice, experts, mask=chosen)
@@ -175,8 +176,7 @@ def _dispatch(
                         at = scales + row * scale_stride + group * group_stride
                         scale = tl.load(at, mask=scaled)
                 else:
-                    index = (source - RANK - 1 + RANKS) % RANKS
-                    at = own + (turn * (RANKS - 1) + index) * capacity + row * PITCH
+                    at = own + slot_of(turn, source, RANK, capacity, RANKS) + row * PITCH
                     behind = (at + size).to(tl.pointer_type(tl.int32))
                     given = received(behind + choice, chosen, fault, source, LIMIT)
                     local = held_index(tl.where(chosen, given, -1), RANK // WITHIN, HELD)

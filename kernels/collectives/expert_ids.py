@@ -1,4 +1,7 @@
-"""Conversion of chosen experts to experts of one rank, with the count of each expert's tokens."""
+"""Conversion of chosen experts to experts of one rank, with the count of each expert's tokens.
+
+Where experts have copies, a table converts chosen experts to the copies that tokens use.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ def _rank_ids(
     padding,
     counts,
     out,
+    slots,
     ids_stride,
     padding_stride,
     tokens,
@@ -26,6 +30,7 @@ def _rank_ids(
     counted_to,
     first,
     held,
+    WAYS: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -39,6 +44,10 @@ def _rank_ids(
     inside = (token < tokens)[:, None] & (choice < TOPK)[None, :]
     at = token[:, None] * ids_stride + choice[None, :]
     chosen = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
+    if slots is not None:
+        way = tl.sum(tl.where(inside, chosen, 0), axis=1) & (WAYS - 1)
+        slot = tl.load(slots + chosen * WAYS + way[:, None], mask=inside & (chosen >= 0), other=-1)
+        chosen = slot.to(tl.int32)
     if padding is not None:
         padded = tl.load(padding + token * padding_stride, mask=token < tokens, other=1)
         chosen = tl.where((padded != 0)[:, None], -1, chosen)
@@ -58,6 +67,7 @@ def rank_ids(
     padding: Tensor | None = None,
     counts: Tensor | None = None,
     counted: slice = slice(0, 0),
+    slots: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Return each chosen expert's index among the experts of a rank; -1 for other experts.
 
@@ -68,6 +78,9 @@ def rank_ids(
         padding: bool [T, 1], True for tokens that choose no expert; may be strided.
         counts: int64 [experts]; the experts that ``counted`` tokens choose are added.
         counted: tokens whose experts are counted; start and stop are given.
+        slots: int64 [experts * ways, or more] and ways, a power of two: element ``e * ways + w`` is
+            the slot of expert e for tokens whose ids have the sum w modulo ``ways``. Then
+            ``first``, ``held``, ``counts`` and the result mean slots instead of experts.
 
     Returns:
         int32 [T, K].
@@ -82,6 +95,7 @@ def rank_ids(
             padding,
             counts,
             out,
+            None if slots is None else slots[0],
             ids.stride(0) if ids.stride(1) == 1 else topk,
             0 if padding is None else padding.stride(0),
             tokens,
@@ -89,6 +103,7 @@ def rank_ids(
             counted.stop,
             first,
             held,
+            WAYS=1 if slots is None else slots[1],
             TOPK=topk,
             BLOCK=block,
             BLOCK_K=width,

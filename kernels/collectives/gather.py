@@ -17,6 +17,7 @@ from glowplug.kernels.collectives.push import (
     next_turn,
     push,
     received,
+    slot_of,
     sum_of_ranks,
 )
 from glowplug.kernels.launch import dependent_launch
@@ -72,7 +73,7 @@ def _all_gather(
             place = tile * TILE + within
             for distance in tl.static_range(1, RANKS):
                 source = (RANK + distance) % RANKS
-                at = own + (turn * (RANKS - 1) + distance - 1) * capacity + place
+                at = own + slot_of(turn, source, RANK, capacity, RANKS) + place
                 bits = received(at, inside, fault, source, LIMIT)
                 there = out + row * row_stride + source * rank_stride + column
                 tl.store(there, bits.to(out.dtype.element_ty, bitcast=True), mask=inside)
@@ -109,7 +110,7 @@ def _reduce_scatter(
             for distance in tl.static_range(1, RANKS):
                 receiver = (RANK + distance) % RANKS
                 bits = bits_of(tl.load(x + receiver * count + at, mask=at < count))
-                place = (turn * (RANKS - 1) + RANKS - 1 - distance) * capacity + at
+                place = slot_of(turn, RANK, receiver, capacity, RANKS) + at
                 tl.store(buffers_of(peers, receiver, x) + place, bits, mask=at < count)
     if STAGES & 2:
         for tile in range(first, tiles, tl.num_programs(0)):

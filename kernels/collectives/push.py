@@ -198,13 +198,21 @@ def buffers_of(peers, rank, like):
 
 
 @triton.jit
+def slot_of(turn, source, receiver, capacity, RANKS: tl.constexpr):
+    """Return the index in ``receiver``'s buffers of the first word that rank ``source`` stores.
+
+    The buffers of a turn have a slot for each other rank, first that of the next rank.
+    """
+    return (turn * (RANKS - 1) + (source - receiver - 1 + RANKS) % RANKS) * capacity
+
+
+@triton.jit
 def push(bits, at, mask, peers, turn, capacity, like, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Store ``bits`` in every peer's buffer, at index ``at`` of the part for this rank."""
     for distance in tl.static_range(1, RANKS):
-        # the receiver is ``distance`` ahead of this rank, so this rank is the rest ahead of it
-        place = (turn * (RANKS - 1) + RANKS - 1 - distance) * capacity + at
-        target = buffers_of(peers, (RANK + distance) % RANKS, like)
-        tl.store(target + place, bits, mask=mask)
+        receiver = (RANK + distance) % RANKS
+        place = slot_of(turn, RANK, receiver, capacity, RANKS) + at
+        tl.store(buffers_of(peers, receiver, like) + place, bits, mask=mask)
 
 
 @triton.jit
@@ -226,7 +234,7 @@ def sum_of_ranks(
         if rank == RANK:
             total += mine.to(tl.float32)
         else:
-            place = (turn * (RANKS - 1) + (rank - RANK - 1 + RANKS) % RANKS) * capacity + at
+            place = slot_of(turn, rank, RANK, capacity, RANKS) + at
             bits = received(own + place, mask, fault, rank, LIMIT)
             total += bits.to(mine.dtype, bitcast=True).to(tl.float32)
     return total
@@ -246,8 +254,8 @@ def clear(at, mask, own, turn, capacity, RANKS: tl.constexpr):
     ``turn``: index of the buffer that this call fills.
     """
     former = (turn + TURNS - 1) % TURNS
-    for index in tl.static_range(RANKS - 1):
-        clear_one(own + (former * (RANKS - 1) + index) * capacity + at, mask, own)
+    for source in tl.static_range(1, RANKS):
+        clear_one(own + slot_of(former, source, 0, capacity, RANKS) + at, mask, own)
 
 
 @triton.jit

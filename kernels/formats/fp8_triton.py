@@ -9,12 +9,11 @@ ragged.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.formats.fp8_layout import empty_quantized as empty_quantized
 from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.rows import rows_of
@@ -111,17 +110,6 @@ def _silu_and_mul_pairs(
     tl.store(
         scales + group.to(tl.int64) * scale_stride + row, scale, mask=real & (group * 128 < size)
     )
-
-
-def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate values [rows, size] and scales [rows, ceil(size / 128)] in the module's layout.
-
-    The memory of both is a multiple of four rows, because some GEMMs read that many.
-    """
-    held = -(-rows // 4) * 4
-    scales = torch.empty(-(-size // FP8_BLOCK), held, dtype=torch.float32, device=device)
-    values = torch.empty(held, size, dtype=torch.float8_e4m3fn, device=device)
-    return values[:rows], scales.t()[:rows]
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:

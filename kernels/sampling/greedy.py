@@ -8,10 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.launch import dependent_launch
+from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.sampling.edits import RowEdits, edited
+from glowplug.kernels.sampling.reference import INFINITY_BITS
 from glowplug.kernels.sampling.vocabulary_blocks import Grid, RowChoice, finished, key_of
 
 LIST_CHUNK = 64  #: listed tokens processed together
+ROWS_OF_KEYS = 64  #: rows of keys per program
+NO_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  #: smaller than every key
+INFINITY = tl.constexpr(INFINITY_BITS)
 
 
 @triton.jit
@@ -140,6 +145,66 @@ def _best_edited(
 
 
 @triton.jit
+def _largest(keys, row, blocks, BLOCKS: tl.constexpr):
+    """Return the largest of the keys of a row's blocks."""
+    each = tl.arange(0, BLOCKS)
+    found = tl.load(
+        keys + row * blocks + each, mask=each < blocks, other=NO_KEY, cache_modifier=".cg"
+    )
+    return tl.max(found)
+
+
+@triton.jit
+def _best_keys(
+    logits,
+    block_keys,
+    arrived,
+    keys,
+    vocab,
+    stride,
+    blocks,
+    first,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Find the largest key of a row; the ids of its tokens begin at ``first``."""
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
+    row, block = tl.program_id(0), tl.program_id(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    source = logits + row.to(tl.int64) * stride
+    value = tl.load(source + index, mask=index < vocab, other=float("-inf"))
+    tl.store(block_keys + row * blocks + block, tl.max(key_of(value, index + first)))
+    if finished(arrived, row, blocks):
+        tl.store(keys + row, _largest(block_keys, row, blocks, BLOCKS))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _best_of_keys(
+    keys,
+    tokens,
+    bad,
+    rows,
+    ranks,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Find the largest key of BLOCK rows over the ranks, and store its token."""
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANKS)
+    inside = (rank < ranks)[:, None] & (row < rows)[None, :]
+    found = tl.load(keys + rank[:, None] * rows + row[None, :], mask=inside, other=NO_KEY)
+    best = tl.max(found, 0)
+    ordered = best >> 32
+    tl.store(tokens + row, 0x7FFFFFFF - (best & 0xFFFFFFFF), mask=row < rows)
+    tl.store(bad + row, (ordered >= INFINITY) | (ordered < -INFINITY), mask=row < rows)
+
+
+@triton.jit
 def _best_of_row(
     source,
     value,
@@ -159,15 +224,7 @@ def _best_of_row(
     """Find a block's best key (``key_of``); the last program of the row writes the row's choice."""
     tl.store(keys + row * blocks + block, tl.max(key_of(value, index)))
     if finished(arrived, row, blocks):
-        each = tl.arange(0, BLOCKS)
-        found = tl.max(
-            tl.load(
-                keys + row * blocks + each,
-                mask=each < blocks,
-                other=-0x7FFFFFFFFFFFFFFF,
-                cache_modifier=".cg",
-            )
-        )
+        found = _largest(keys, row, blocks, BLOCKS)
         token = tl.minimum(0x7FFFFFFF - (found & 0xFFFFFFFF), vocab - 1)
         peak = tl.load(source + token, cache_modifier=".cg")  # another program may have edited it
         tl.store(tokens + row, token)
@@ -245,6 +302,59 @@ def best_edited(
             **dependent_launch.options(),
         )
     return choice
+
+
+def best_keys(logits: Tensor, first: int, arrived: Tensor) -> Tensor:
+    """Return a key of each row's most likely token, int64 [N], as ``reference.best_keys`` does.
+
+    Args:
+        logits: float32 [N, S], those of the tokens ``first`` to ``first + S - 1``; rows may be
+            strided
+        first: token id of the first column
+        arrived: int32 [N or more], counters of finished programs per row, zeros before and after
+    """
+    grid = Grid.over(logits)
+    keys = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(logits):
+        block_keys = torch.empty(grid.programs, dtype=torch.int64, device=logits.device)
+        _best_keys[grid.programs](
+            logits,
+            block_keys,
+            arrived,
+            keys,
+            *grid.sizes,
+            first,
+            BLOCK=grid.block,
+            BLOCKS=grid.blocks,
+            **dependent_launch.options(),
+        )
+    return keys
+
+
+def best_of_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the most likely tokens of rows whose vocabulary is divided among ranks.
+
+    Args:
+        keys: int64 [ranks, N], contiguous, from ``best_keys``
+
+    Returns:
+        tokens int64 [N], and bool [N]: the logit of the token is not finite
+    """
+    ranks, rows = keys.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=keys.device)
+    bad = torch.empty(rows, dtype=torch.bool, device=keys.device)
+    if rows:
+        _best_of_keys[cdiv(rows, ROWS_OF_KEYS),](
+            keys,
+            tokens,
+            bad,
+            rows,
+            ranks,
+            BLOCK=ROWS_OF_KEYS,
+            RANKS=next_power_of_2(ranks),
+            **dependent_launch.options(),
+        )
+    return tokens, bad
 
 
 def _choice(logits: Tensor) -> RowChoice:

@@ -91,6 +91,43 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     return index.clamp_(max=vocab - 1)
 
 
+# ---- the most likely token of a vocabulary that is divided among ranks ---------------------------
+
+LARGEST = 0x7FFFFFFF  #: largest int32
+INFINITY_BITS = 0x7F800000  #: bits of an infinite float32
+
+
+def best_keys(logits: Tensor, first: int) -> Tensor:
+    """Return a key of each row's most likely token, int64 [N]; see ``best_of_keys``.
+
+    Keys order by logit, then by smaller token id. NaN is the largest logit, as in ``argmax``.
+
+    Args:
+        logits: float32 [N, S], those of the tokens ``first`` to ``first + S - 1``
+        first: token id of the first column
+    """
+    tokens = logits.argmax(-1)
+    peaks = logits.gather(1, tokens[:, None]).squeeze(1) + 0.0  # -0 becomes 0
+    bits = peaks.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ LARGEST, bits).masked_fill_(peaks.isnan(), LARGEST)
+    return (ordered.long() << 32) + (LARGEST - first - tokens)
+
+
+def best_of_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the most likely tokens of rows whose vocabulary is divided among ranks.
+
+    Args:
+        keys: int64 [ranks, N], from ``best_keys``
+
+    Returns:
+        tokens int64 [N], and bool [N]: the logit of the token is not finite
+    """
+    best = keys.amax(0)
+    ordered = best >> 32
+    bad = (ordered >= INFINITY_BITS) | (ordered < -INFINITY_BITS)
+    return LARGEST - (best & 0xFFFFFFFF), bad
+
+
 def _sort_descending(weights: Tensor) -> Tensor:
     """Sort each row of ``weights`` in descending order."""
     if weights.device.type != "cpu":

@@ -13,17 +13,17 @@ from glowplug.core.facts.decoder_tensors import (
     dense_mlp,
     dense_width,
     embeddings,
-    gated_mlp,
     norms,
     output_projection,
     query_projection,
     routed_experts,
+    shared_expert,
     unloaded,
 )
 from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
 from glowplug.core.facts.layer_sizes import LayerSizes
 from glowplug.core.facts.model_facts import ModelFacts, stated
-from glowplug.core.facts.weight_classes import KV_UP, ROUTER, SHARED, VOCAB, WHOLE
+from glowplug.core.facts.weight_classes import KV_UP, ROUTER, VOCAB, WHOLE
 from glowplug.models.deepseek.config import BIAS_METHOD, default_method, is_dense, topk_method
 
 
@@ -120,17 +120,12 @@ def _down(model: ModelFacts, layers: Sequence[int], name: str, rows: int) -> Ten
 
 def _experts(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
     """Return the tensors of gate, routed experts and shared expert in ``layers``."""
-    width = stated(model, "moe_intermediate_size")
     found = routed_experts(model, layers)
     if topk_method(model) == BIAS_METHOD:
         bias = f"{MLP}.gate.e_score_correction_bias"
         found.append(TensorSpec(bias, ROUTER, model.n_routed_experts, layers=layers))
-    shared = stated(model, "n_shared_experts") * width
-    if shared:
-        module = f"{MLP}.shared_experts"
-        split = Split("n_shared_experts x moe_intermediate_size", shared, module=module)
-        found += gated_mlp(model, module, SHARED, shared, layers, split)
-    return found
+    shared = stated(model, "n_shared_experts")
+    return [*found, *(shared_expert(model, layers, shared) if shared else ())]
 
 
 def _nextn(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:

@@ -14,6 +14,7 @@ from glowplug.core.layers.embedding import Embedding, LmHead
 from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.norm import RmsNorm
+from glowplug.core.protocols import VocabularySlices
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import PREVIOUS_HIDDEN, Batch
 from glowplug.models.deepseek.config import DeepseekConfig
@@ -97,6 +98,15 @@ class DeepseekNextN(Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits, float32 [N, V], of hidden states [N, hidden]."""
         return self._logits(hidden)
+
+    @property
+    def slices(self) -> VocabularySlices | None:
+        """The division of the vocabulary among ranks; None: every rank computes all logits."""
+        return self.head.slices
+
+    def sliced_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's slice, float32 [N, size], of hidden [N, hidden]."""
+        return self.head.sliced_logits(hidden)
 
     @property
     def head(self) -> LmHead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +35,22 @@ def check_head(context: CheckContext) -> Iterator[Refusal]:
     reasons = [*_form(head), *_features(head, context.facts.model), *_vocabulary(head)]
     for reason, fix in reasons:
         yield Refusal("models", FOLDER, reason, fix)
+    if not reasons:
+        yield from _options(head, chosen[0].options)
+
+
+def _options(head: ModelFacts, options: Any) -> Iterator[Refusal]:
+    """Refuse options of the speculative algorithm that the head's draft vocabulary excludes."""
     size = EagleConfig.read(head).draft_vocab
-    branches = getattr(chosen[0].options, "topk", 1)
-    if not reasons and branches > size:
+    if size < head.vocab_size and options.head_rows():
+        yield Refusal(
+            "models",
+            "speculative.draft_vocabulary",
+            f"the head has a draft vocabulary of its own, {size} of {head.vocab_size} tokens",
+            "leave it out",
+        )
+    branches = getattr(options, "topk", 1)
+    if branches > size:
         yield Refusal(
             "models",
             "speculative.topk",

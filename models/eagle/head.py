@@ -23,7 +23,7 @@ from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module, Target
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.layers.rope import Rope
-from glowplug.core.protocols import WeightTarget
+from glowplug.core.protocols import VocabularySlices, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import PREVIOUS_HIDDEN, Batch
 from glowplug.models.eagle.config import OFFSETS, TARGET_MASK, EagleConfig
@@ -40,6 +40,7 @@ class EagleHead(Module):
     """
 
     target_ids: Tensor | None = None
+    _logits: Callable[[Tensor], Tensor]  #: the forward pass of ``head``
 
     def __init__(
         self, context: BuildContext, config: EagleConfig, target: DecoderModel, rope: Rope
@@ -87,9 +88,29 @@ class EagleHead(Module):
             previous: [T, hidden], as ``batch.extra[PREVIOUS_HIDDEN]`` in ``forward``.
         """
 
-    @abstractmethod
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """Return what ``head`` reads of outputs, [N, hidden]."""
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits over the draft vocabulary, float32 [N, V], of outputs [N, hidden]."""
+        return self.head.forward(self.head_input(hidden))
+
+    @property
+    def head(self) -> LmHead:
+        """The head of ``logits``; drafts may use one of fewer tokens in its place."""
+        # not an attribute, because the target's head is not a part of this module
+        head: LmHead = self._logits.__self__  # type: ignore[attr-defined]
+        return head
+
+    @property
+    def slices(self) -> VocabularySlices | None:
+        """The division of the vocabulary among ranks; None: every rank computes all logits."""
+        return self.head.slices
+
+    def sliced_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's slice, float32 [N, size], of outputs [N, hidden]."""
+        return self.head.sliced_logits(self.head_input(hidden))
 
     def ignored(self, name: str) -> bool:
         """Return whether checkpoint tensor ``name`` is not loaded into the head."""
@@ -119,7 +140,7 @@ class Eagle1Head(EagleHead):
         hidden = context.facts.hidden_size
         self.fc = _fc(context, config, 2 * hidden)
         self.layer = _layer(context, config, attention, hidden, sums_in_norm=False)
-        self._head = target.head.forward
+        self._logits = target.head.forward
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         x = self._joined(input_ids, batch.extra[PREVIOUS_HIDDEN])
@@ -135,9 +156,6 @@ class Eagle1Head(EagleHead):
 
     def _joined(self, input_ids: Tensor, previous: Tensor) -> Tensor:
         return self.fc.forward(torch.cat([self._embed(input_ids), previous], dim=-1))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
 
 
 class Eagle3Head(EagleHead):
@@ -174,7 +192,7 @@ class Eagle3Head(EagleHead):
         self.own_head = (
             LmHead(context, "lm_head", config.draft_vocab, hidden) if config.own_head else None
         )
-        self._head = (self.own_head or target.head).forward
+        self._logits = (self.own_head or target.head).forward
         if config.draft_vocab != facts.vocab_size or OFFSETS in facts.tensors:
             self.target_ids = torch.zeros(
                 config.draft_vocab, dtype=torch.int64, device=context.worker.device
@@ -220,8 +238,8 @@ class Eagle3Head(EagleHead):
         x = torch.cat([embedded, self.hidden_norm.forward(previous)], dim=-1)
         self.layer.attention.fill(x, self.rope.at(positions), kv_slots)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden if self.config.normed_output else self.norm.forward(hidden))
+    def head_input(self, hidden: Tensor) -> Tensor:
+        return hidden if self.config.normed_output else self.norm.forward(hidden)
 
 
 class HeadLayer(DecoderLayer):

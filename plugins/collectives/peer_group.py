@@ -119,8 +119,8 @@ class PeerGroup:
     def all_reduce(self, x: Tensor) -> Tensor | None:
         """Return the sum of contiguous x over the ranks; None if NCCL is to compute the sum.
 
-        Two ranks send large tensors in pieces, so that they need no buffers of NCCL (870 MB for two
-        H200).
+        Two ranks send large tensors in pieces, so that they need no buffers of NCCL
+        (``NCCL_GROUP_BYTES``).
         """
         for buffers in (self.small, self.large):
             if buffers is not None and buffers.fits(x):

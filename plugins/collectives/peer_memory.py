@@ -9,7 +9,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import CollectiveOffers
-from glowplug.plugins.collectives.peer_sizes import buffer_bytes
+from glowplug.plugins.collectives.peer_sizes import buffer_bytes, library_bytes
 from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptions
 
 NAME = "peer_memory"
@@ -53,6 +53,7 @@ def register_collectives() -> list[Component]:
                 expandable_segments=True,
                 sums_in_norm=True,
                 buffer_bytes=buffer_bytes,
+                library_bytes=library_bytes,
                 expert_rows=True,
             ),
             requires=(Package("torch"), Package("triton")),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from glowplug.core.facts.mesh import AXES, axis_size, group
 from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words
+from glowplug.plugins.collectives.torch_distributed import nccl_bytes
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -101,6 +102,15 @@ def buffer_bytes(mesh: Mapping[str, int], hidden: int, tokens: int) -> int:
     """
     groups = {group(axis, 0, mesh) for axis in AXES if axis_size(axis, mesh) > 1}
     return sum(peer_sizes(len(ranks), hidden, tokens).bytes(len(ranks)) for ranks in groups)
+
+
+def library_bytes(mesh: Mapping[str, int], hidden: int, tokens: int) -> int:
+    """Return an estimate of the bytes of NCCL's buffers, for tensors that fit no buffers of ours.
+
+    Groups of two ranks exchange all tensors through buffers of ours. See ``buffer_bytes`` for the
+    arguments.
+    """
+    return nccl_bytes({group(axis, 0, mesh) for axis in AXES if axis_size(axis, mesh) > 2})
 
 
 def one_shot_bytes(ranks: int) -> int:

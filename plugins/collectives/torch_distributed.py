@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import Field
 
+from glowplug.core.facts.mesh import AXES, axis_size, group
 from glowplug.core.plugin.component import OPERATIONAL, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import CollectiveOffers
 from glowplug.core.plugin.options import CollectivesOptions
 
+#: bytes that NCCL allocates for a group of ranks: measured once, for two H200
+NCCL_GROUP_BYTES = 870_000_000
 RUNTIME = "glowplug.plugins.collectives.torch_distributed_runtime"
 
 
@@ -31,6 +35,14 @@ class NcclOptions(TorchDistributedOptions):
     use: Literal["nccl"] = "nccl"
 
 
+def nccl_bytes(groups: Collection[tuple[int, ...]]) -> int:
+    """Return an estimate of the bytes of NCCL's buffers on a rank in these groups of ranks.
+
+    NOTE: groups of any size count as much as two ranks, the only number that was measured.
+    """
+    return NCCL_GROUP_BYTES * len(groups)
+
+
 @hookimpl
 def register_collectives() -> list[Component]:
     return [
@@ -47,7 +59,12 @@ def register_collectives() -> list[Component]:
             options=NcclOptions,
             factory=f"{RUNTIME}:Nccl",
             offers=CollectiveOffers(
-                devices=frozenset({"cuda"}), ranks=True, expandable_segments=True
+                devices=frozenset({"cuda"}),
+                ranks=True,
+                expandable_segments=True,
+                library_bytes=lambda mesh, hidden, tokens: nccl_bytes(
+                    {group(axis, 0, mesh) for axis in AXES if axis_size(axis, mesh) > 1}
+                ),
             ),
             requires=(Package("torch"),),
             summary="ranks on CUDA devices; host data is exchanged by gloo",

@@ -68,7 +68,7 @@ class MultiprocessExecutor:
         self._ranks.spawn(plan, rendezvous, build)
         while any(phase not in LOADED for phase in self._ranks.watch.phases.values()):
             self._read(SETTLE)
-            reason = start.look(self._ranks.watch.progress)
+            reason = start.look(self._ranks.watch.progress, self._ranks.watch.calls)
             if reason is not None:
                 self._die(EngineDead(reason))
 

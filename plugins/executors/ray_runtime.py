@@ -95,7 +95,7 @@ class RayExecutor:
             self._ended.wait(POLL / 5)
             if self._dead is not None:
                 raise self._dead
-            reason = start.look(self._watch.progress)
+            reason = start.look(self._watch.progress, self._watch.calls)
             if reason is not None:
                 raise EngineDead(reason)
         # NOTE: the shorter limit applies only from here on, because heartbeats may be late while

@@ -80,7 +80,7 @@ class TorchrunExecutor:
         link.start()
         while self._loading(plan.ranks):
             self._read(SETTLE)
-            reason = start.look(self.progress)
+            reason = start.look(self.progress, self._ranks.watch.calls)
             if reason is not None:
                 self._die(Trouble(FailureKind.FAILED, reason))
 

@@ -23,13 +23,22 @@ if TYPE_CHECKING:
 
 WHITESPACE = 32  #: most characters of white space between two tokens of JSON
 THREADS = 2  #: threads that compile one grammar
+#: most characters of forced text that become tokens in one step, more than any chain of drafts has;
+#: a long constant would else be encoded whole in each of its steps
+FORCED_TEXT = 256
 
 
 class XgrammarMatcher:
-    """The ``protocols.Matcher`` around the library's."""
+    """The ``protocols.Matcher`` around the library's.
 
-    def __init__(self, inner: Any) -> None:
+    Args:
+        inner: the library's matcher.
+        tokenizer: the model's tokenizer, for forced text.
+    """
+
+    def __init__(self, inner: Any, tokenizer: Tokenizer) -> None:
         self.inner = inner
+        self._tokenizer = tokenizer
 
     def accept(self, token: int) -> bool:
         return bool(self.inner.accept_token(token))
@@ -41,7 +50,15 @@ class XgrammarMatcher:
         self.inner.fill_next_token_bitmask(mask[None])
 
     def forced(self) -> Seq[int]:
-        return ()  # the library finds the text that follows, but not its tokens
+        """Return the tokens of the text that must follow.
+
+        The model may divide the text in another way. Its tokens are drafts, which are verified.
+        """
+        try:
+            text = self.inner.find_jump_forward_string()
+        except UnicodeDecodeError:  # NOTE: the forced bytes begin or end within a character
+            return ()
+        return self._tokenizer.encode(text[:FORCED_TEXT], False) if text else ()
 
     def complete(self) -> bool:
         return bool(self.inner.is_completed())
@@ -53,12 +70,13 @@ class XgrammarMatcher:
 class XgrammarGrammar:
     """The ``protocols.CompiledGrammar`` around the library's."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, tokenizer: Tokenizer) -> None:
         self._inner = inner
+        self._tokenizer = tokenizer
         self.size = int(inner.memory_size_bytes)
 
     def matcher(self) -> XgrammarMatcher:
-        return XgrammarMatcher(xgrammar.GrammarMatcher(self._inner))
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._inner), self._tokenizer)
 
 
 class Xgrammar:
@@ -69,6 +87,7 @@ class Xgrammar:
         self._forbid: Any = None
 
     def open(self, tokenizer: Tokenizer, vocab: int) -> None:
+        self._tokenizer = tokenizer
         # no text has the byte 0xff: special tokens stay out of grammars that do not name their ids.
         # A token without bytes would be out of all of them
         added = tokenizer.backend.get_added_tokens_decoder()
@@ -85,7 +104,7 @@ class Xgrammar:
 
     def compile(self, spec: GrammarSpec) -> XgrammarGrammar:
         try:
-            return XgrammarGrammar(self._compiled(spec))
+            return XgrammarGrammar(self._compiled(spec), self._tokenizer)
         except Exception as error:  # NOTE: the library raises plain errors of many types
             lines = str(error).strip().splitlines() or ["unknown error"]
             raise RequestError(f"the grammar is not supported: {lines[-1][:300]}") from None

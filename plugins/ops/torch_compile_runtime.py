@@ -6,6 +6,7 @@ The other ops are those of ``ops.torch`` on a CPU and of ``ops.triton`` on CUDA.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, Worker
 from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
@@ -68,6 +70,9 @@ def keep_programs(folder: str | None, device: str) -> None:
     """Set the folders in which inductor and Triton keep compiled programs.
 
     Inductor reads its folder from the environment only.
+
+    Raises:
+        GlowplugError: inductor's folder cannot be written.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -80,12 +85,26 @@ def keep_programs(folder: str | None, device: str) -> None:
             else Path(folder).absolute()
         )
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
+    _check_writable(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     if device != "cpu":
         from triton import knobs
 
         # NOTE: otherwise inductor would point Triton to a folder of inductor's, without the kernels
         # that Triton has compiled before
         os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder in which no file can be made, before a model is loaded for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise GlowplugError(
+            f"compiled programs cannot be kept in {folder}: {error.strerror}; set ops.cache_dir "
+            'to a folder that can be written, or ops.use = "auto"'
+        ) from None
 
 
 def _base(plan: EnginePlan, worker: Worker) -> TorchOps:

@@ -8,6 +8,7 @@ import numpy as np
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
@@ -47,9 +48,11 @@ class DpAttention(Unsplit):
         self._group = own["dp"]
         self._within = own["attn_tp"]
         self._ranks_a_group = axis_size("attn_tp", plan.mesh)
-        self._leaders = [
-            rank for rank in range(plan.ranks) if coordinates(rank, plan.mesh)["attn_tp"] == 0
+        #: first rank of each rank's group
+        self._leader_of = [
+            rank - coordinates(rank, plan.mesh)["attn_tp"] for rank in range(plan.ranks)
         ]
+        self._leaders = sorted(set(self._leader_of))
         self._router = TokenRouter(self._group, self._groups, self._within == 0, plan.sizes)
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
@@ -57,7 +60,7 @@ class DpAttention(Unsplit):
 
         Return None for other weights, which the other strategies split.
         """
-        projects = role == "row" and name.endswith(".o_proj")
+        projects = role == "heads_row"
         if not projects and role not in ("heads", "vocab"):
             return None
         ranks = self._ranks_a_group
@@ -69,7 +72,9 @@ class DpAttention(Unsplit):
         )
 
     def agree(self, local: StepShape) -> StepShape:
-        drafts, every = self._widen(self._collectives.all_gather_numbers(self._numbers(local)))
+        proposed = self._collectives.all_gather_numbers(self._numbers(local))
+        self._check_groups(proposed)
+        drafts, every = self._widen(proposed)
         groups = every[self._leaders]
         mode, rows, tokens, decodes = every[:, :4].max(axis=0).tolist()
         self._router.loads = [GroupLoad(*numbers) for numbers in groups[:, 4:8].tolist()]
@@ -88,6 +93,25 @@ class DpAttention(Unsplit):
             draft_shape=drafts,
         )
 
+    def _check_groups(self, proposed: NDArray[np.int64]) -> None:
+        """Check that the ranks of a group have made the same decisions.
+
+        Args:
+            proposed: the numbers of each rank's step, [ranks, 10].
+
+        Raises:
+            GlowplugError: they have not.
+        """
+        if self._ranks_a_group == 1:
+            return
+        differs = (proposed != proposed[self._leader_of]).any(axis=1)
+        if differs.any():
+            rank = int(differs.argmax())
+            raise GlowplugError(
+                f"rank {rank} proposes another step than rank {self._leader_of[rank]}, the first "
+                "of its group: a policy, cache or scheduler decides differently on these ranks"
+            )
+
     def _numbers(self, local: StepShape) -> NDArray[np.int64]:
         """Return the numbers of this rank's step that the ranks exchange."""
         return np.array(
@@ -101,6 +125,7 @@ class DpAttention(Unsplit):
                 local.context,
                 local.free,
                 0 if local.draft_shape is None else self._shapes.index(local.draft_shape) + 1,
+                local.failed,
             ],
             np.int64,
         )
@@ -109,8 +134,8 @@ class DpAttention(Unsplit):
         """Count the tokens of every rank as if its drafts had the largest size of any rank.
 
         Args:
-            every: the numbers of each rank, [ranks, 9], possibly read-only; the last one is
-                the size's place among those of the plan, from 1, 0 for none.
+            every: the numbers of each rank, [ranks, 10], possibly read-only; number 8 is the
+                size's place among those of the plan, from 1, 0 for none.
 
         Returns:
             The largest size, or None if no rank has one; and the numbers with those tokens.

@@ -225,14 +225,28 @@ def expert_copies(options: EpMoeOptions) -> int | None:
 
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
-    """Return a note on the balance of the placement by a recorded load, if there is one."""
-    held = enumerate(context.of(ParallelOffers))
-    remarks = (
-        balance_remark(f"parallel.{place}", chosen.options.placed())
-        for place, chosen in held
-        if isinstance(chosen.options, EpMoeOptions)
-    )
+    """Return notes on how tokens are sent, and on the balance of a placement by recorded load."""
+    remarks: list[Decision | None] = []
+    for place, chosen in enumerate(context.of(ParallelOffers)):
+        if isinstance(chosen.options, EpMoeOptions):
+            section = f"parallel.{place}"
+            remarks.append(_exchange_remark(section, chosen.options, context.values.mesh))
+            remarks.append(balance_remark(section, chosen.options.placed()))
     return [remark for remark in remarks if remark is not None]
+
+
+def _exchange_remark(
+    section: str, options: EpMoeOptions, mesh: Mapping[str, int]
+) -> Decision | None:
+    """Return the note on the exchange that ``auto`` takes; None if no tokens move."""
+    if options.exchange != "auto" or tokens_stay(options, mesh) or axis_size("tp", mesh) == 1:
+        return None
+    why = (
+        "every rank receives every token, in large steps as FP8 values and scales if the experts "
+        "take them; "
+        "push has not been timed"
+    )
+    return Decision(f"{section}.exchange", "all_gather", "auto", why)
 
 
 @hookimpl

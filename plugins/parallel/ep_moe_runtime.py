@@ -29,7 +29,6 @@ EXCHANGES: Mapping[str, Callable[[Layout, Collectives, str, bool], ExpertExchang
     "all_to_all": AllToAllExchange,
     "all_to_all_static": StaticAllToAllExchange,
 }
-SHARED = "shared_experts"  #: name of the shared experts' module
 
 
 class EpMoe(Unsplit):
@@ -58,8 +57,8 @@ class EpMoe(Unsplit):
             return self._cut("ep", full, 1, reduce=True)
         if role == "expert_width":
             return self._cut("moe_tp", full, block, reduce=True)
-        if role in ("column", "row") and SHARED in name.split("."):
-            return self._cut("attn_tp", full, block, reduce=role == "row")
+        if role in ("shared_column", "shared_row"):
+            return self._cut("attn_tp", full, block, reduce=role == "shared_row")
         return None
 
     def _cut(self, axis: str, full: int, block: int, reduce: bool) -> Shard:

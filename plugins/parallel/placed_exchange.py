@@ -41,6 +41,9 @@ class PlacedExchange:
         self._experts = experts
         self._ways = WAYS if len(slots) > experts else 1
         self._slot_of = torch.tensor(slot_table(slots, experts, self._ways), device=device)
+        take = getattr(exchange, "take_slots", None)
+        #: the exchange itself replaces experts by slots, with the same table
+        self._taken = take is not None and take(self._slot_of, self._ways)
         self.stays = getattr(exchange, "stays", False)
         self.masks_padding = getattr(exchange, "masks_padding", False)
         self.combine = exchange.combine
@@ -56,12 +59,12 @@ class PlacedExchange:
     def dispatch(
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._exchange.dispatch(x, self.slots_of(ids), weights, batch)
+        return self._exchange.dispatch(x, self._given(ids), weights, batch)
 
     def select(self, ids: Tensor, batch: Batch | None) -> Tensor:
         """Return the indices of the tokens' slots on this rank; see ``ExpertExchange``."""
         return self._exchange.select(  # type: ignore[attr-defined,no-any-return]
-            self.slots_of(ids), batch
+            self._given(ids), batch
         )
 
     def sends_quantized(self, input_format: str, batch: Batch) -> bool:
@@ -74,8 +77,12 @@ class PlacedExchange:
     ) -> tuple[Quantized, Tensor, Tensor]:
         """Send tokens in the experts' input format; see ``dispatch``."""
         return self._exchange.dispatch_quantized(  # type: ignore[attr-defined,no-any-return]
-            x, self.slots_of(ids), weights, batch
+            x, self._given(ids), weights, batch
         )
+
+    def _given(self, ids: Tensor) -> Tensor:
+        """Return the ids that the exchange is given: slots, or experts that it replaces itself."""
+        return ids if self._taken else self.slots_of(ids)
 
     def slots_of(self, ids: Tensor) -> Tensor:
         """Return the slots that tokens use.

@@ -37,7 +37,9 @@ class PushExchange(AllGatherExchange):
     def sends_quantized(self, input_format: str, batch: Batch) -> bool:
         """Return whether the step's tokens are sent in the experts' input format."""
         rows = self._rows_for(batch)
-        return rows is not None and input_format in rows.formats
+        if rows is None:
+            return super().sends_quantized(input_format, batch)
+        return input_format in rows.formats
 
     def _rows_for(self, batch: Batch) -> ExpertRows | None:
         """Return the exchange whose buffers the step's rows fit; None: all-gather.
@@ -66,7 +68,9 @@ class PushExchange(AllGatherExchange):
     ) -> tuple[Quantized, Tensor, Tensor]:
         """Send tokens in the experts' input format; see ``dispatch``."""
         rows = self._rows_for(batch)
-        assert rows is not None and x.scales is not None, "sends_quantized returned True"
+        if rows is None:
+            return super().dispatch_quantized(x, ids, weights, batch)
+        assert x.scales is not None, "E4M3 values have scales"
         part = self._begin(rows, ids, batch)
         own = Quantized(x.values[part], x.scales[part])
         found, self._arrived, weights = rows.dispatch(

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.protocols import Limits, Sampled, Worker
+from glowplug.core.protocols import Limits, Sampled, VocabularySlices, Worker
 from glowplug.core.step.batch import Batch, LogprobTensors
 from glowplug.core.step.request import SamplingParams
 from glowplug.kernels.sampling import reference as sampling_reference
@@ -68,6 +68,8 @@ class TorchSampler:
         self._allowed = SparseRowState(rows, limits.vocab, torch.bool, 1, device)
         self._step = Feature(0)
         self._step_logprobs = 0
+        #: the division of the vocabulary in a step over slices; None: the step has all logits
+        self._slices: VocabularySlices | None = None
 
     # ---- joining and leaving: the only work that depends on a sequence's length ------------------
 
@@ -173,6 +175,7 @@ class TorchSampler:
             if not early.any():
                 flags &= ~Feature.MIN_TOKENS
         self._step = flags
+        self._slices = None
         self._step_logprobs = (
             int(self._top_logprobs[rows].max(initial=0)) if flags & Feature.LOGPROBS else 0
         )
@@ -182,9 +185,16 @@ class TorchSampler:
     def capture_key(self) -> str | None:
         return CAPTURED.get(self._step)
 
+    def takes_slices(self, slices: VocabularySlices) -> bool:
+        """Let a greedy step sample from slices of the vocabulary; see ``protocols.Sampler``."""
+        self._slices = None if self._step else slices
+        return self._slices is not None
+
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None
     ) -> Sampled:
+        if self._slices is not None:
+            return self._best_of_slices(logits, self._slices)
         step = self._step
         raw = logits.clone() if step & Feature.LOGPROBS and step.edits else logits
         if step.edits:
@@ -196,6 +206,11 @@ class TorchSampler:
                 *sampling_reference.token_logprobs(raw, tokens, self._step_logprobs)
             )
         return Sampled(tokens, bad, logprobs)
+
+    def _best_of_slices(self, logits: Tensor, slices: VocabularySlices) -> Sampled:
+        """Return the most likely tokens; ``logits``: those of this rank's slice, [N, size]."""
+        keys = sampling_reference.best_keys(logits, slices.shard.start)
+        return Sampled(*sampling_reference.best_of_keys(slices.exchange(keys)))
 
     def _edit(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None) -> None:
         step = self._step

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.protocols import Limits, Sampled
+from glowplug.core.protocols import Limits, Sampled, VocabularySlices
 from glowplug.core.step.batch import Batch, LogprobTensors
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams
 from glowplug.kernels.sampling import (
@@ -16,8 +16,8 @@ from glowplug.kernels.sampling import (
 )
 from glowplug.kernels.sampling.cut_off import cut_off
 from glowplug.kernels.sampling.draw import draw
-from glowplug.kernels.sampling.greedy import best, best_edited
-from glowplug.kernels.sampling.vocabulary_blocks import RowParameters
+from glowplug.kernels.sampling.greedy import best, best_edited, best_keys, best_of_keys
+from glowplug.kernels.sampling.vocabulary_blocks import RowChoice, RowParameters
 from glowplug.plugins.sampling.row_state import (
     GREEDY_BELOW,
     PROMPT_BIT,
@@ -183,9 +183,13 @@ class TritonSampler(TorchSampler):
                 return key
         return None
 
+    takes_slices = TorchSampler.takes_slices
+
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None
     ) -> Sampled:
+        if self._slices is not None:
+            return self._best_of_slices(logits, self._slices)
         step = self._step
         arrived = self._counters(len(logits))
         # NOTE: ``rows`` repeats a sequence's row for its draft tokens, expanded with stride 0.
@@ -199,21 +203,26 @@ class TritonSampler(TorchSampler):
             )
         else:
             choice = best(logits, arrived)
-        peaks = choice.peaks
         for feature, count in ((Feature.TOP_K, True), (Feature.TOP_P, False)):
             if step & feature:
                 cut_off(logits, choice, rows, self._parameters, GREEDY_BELOW, count, arrived)
         if step & Feature.RANDOM:
             draw(logits, choice, rows, positions, self._parameters, GREEDY_BELOW, arrived)
-        if not scored:
-            return Sampled(choice.tokens, choice.bad, None)
-        if step.edits:
-            scores = reference.token_logprobs(raw, choice.tokens, self._step_logprobs)
-        else:
-            scores = sampling_logprobs.token_logprobs(
-                raw, choice.tokens, peaks, self._step_logprobs, arrived
-            )
-        return Sampled(choice.tokens, choice.bad, LogprobTensors(*scores))
+        logprobs = self._logprobs(raw, choice, arrived) if scored else None
+        return Sampled(choice.tokens, choice.bad, logprobs)
+
+    def _logprobs(self, raw: Tensor, choice: RowChoice, arrived: Tensor) -> LogprobTensors:
+        """Return the log-probabilities of the chosen tokens; ``raw``: unedited logits [N, V]."""
+        count = self._step_logprobs
+        if self._step.edits:
+            return LogprobTensors(*reference.token_logprobs(raw, choice.tokens, count))
+        return LogprobTensors(
+            *sampling_logprobs.token_logprobs(raw, choice.tokens, choice.peaks, count, arrived)
+        )
+
+    def _best_of_slices(self, logits: Tensor, slices: VocabularySlices) -> Sampled:
+        keys = best_keys(logits, slices.shard.start, self._counters(len(logits)))
+        return Sampled(*best_of_keys(slices.exchange(keys)))
 
     def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
         if self._step & Feature.PENALTIES:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import cast
 
 from glowplug.core.protocols import PrefixMatch, SchedulingPolicy, TieredCache
@@ -33,7 +34,6 @@ class Admitter:
             their first tokens are equal; 0: never wait.
         scored: returns True for a sequence that still needs log-probabilities of its prompt, which
             are not available for a cached prefix.
-        complain: called with a description of each fault of the policy.
         clock: the time of ``Sequence.held_until``.
     """
 
@@ -48,7 +48,6 @@ class Admitter:
         lookahead: int,
         share: int,
         scored: Callable[[Sequence], bool],
-        complain: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         self.rows = rows
@@ -59,7 +58,6 @@ class Admitter:
         self.lookahead = lookahead
         self.share = share
         self.scored = scored
-        self.complain = complain
         self.clock = clock
         self.held: set[int] = set()  # ids of sequences that the policy may hold
         self.queries = 0
@@ -90,28 +88,35 @@ class Admitter:
         if self.held:
             now = self.clock()
             waiting = [sequence for sequence in waiting if sequence.held_until <= now]
-        return self.policy.order(waiting, CachedPrefixes(waiting, self.rows.cache))
+        if not waiting:
+            return []
+        faults = self.rows.faults
+        cached = CachedPrefixes(waiting, self.rows.cache, faults.error)
+        try:
+            return self.policy.order(waiting, cached)
+        except Exception as error:
+            alone = partial(self.policy.order, cached=cached)
+            raise faults.note_some(waiting, "order", error, alone) from error
 
-    def admit(self, budget: int) -> list[Sequence]:
-        """Move waiting sequences into rows until ``budget`` prefill tokens are used.
+    def admit(self, budget: int) -> Iterator[Sequence]:
+        """Move waiting sequences into rows until ``budget`` prefill tokens are used; yield each.
 
-        Returns:
-            The admitted sequences.
+        Raises:
+            SequencesFailed: a call of policy or cache has failed.
         """
-        admitted: list[Sequence] = []
         if (
             (self._blocked and not self.held)
             or not len(self.queue)
             or budget <= 0
             or len(self.rows.running) >= self.max_rows
         ):
-            return admitted
+            return
         deferred = 0
         for sequence in self.ordered():
             if budget <= 0 or len(self.rows.running) >= self.max_rows or deferred >= MOST_DEFERRED:
                 break
             if self.queue.get(getattr(sequence, "id", -1)) is not sequence:
-                self.complain(
+                self.rows.faults.complain(
                     f"returned a {type(sequence).__name__} that is not waiting: it is skipped"
                 )
                 continue
@@ -125,9 +130,8 @@ class Admitter:
                 break
             self.queue.pop(sequence.id)
             self.forget(sequence.id)
-            admitted.append(sequence)
+            yield sequence
             budget -= len(tokens) - match.length - match.away
-        return admitted
 
     def looks_up(self, sequence: Sequence) -> bool:
         """Return True if a cached prefix of ``sequence`` may be used."""
@@ -140,7 +144,10 @@ class Admitter:
         """
         if not self.looks_up(sequence):
             return PrefixMatch(0, tokens[:0])
-        return self.rows.cache.match(tokens[:-1], sequence.admission.salt)
+        try:
+            return self.rows.cache.match(tokens[:-1], sequence.admission.salt)
+        except Exception as error:
+            raise self.rows.faults.note(sequence, "cache", "match", error) from error
 
     def _is_deferred(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
         """Return True if a sequence should wait until the similar prompt of a row is cached.

@@ -6,7 +6,8 @@ from step to step; several steps of different sizes may be in flight.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +24,28 @@ from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 NO_ROWS: Ints = np.zeros(0, np.int32)
 
 
+class _Timed(NamedTuple):
+    """A committed step of decoding rows alone, in all groups of ranks.
+
+    Attributes:
+        began: time at which the turn of its commit began.
+        rows: most decoding rows of any group.
+        shape: size of their drafts.
+    """
+
+    began: float
+    rows: int
+    shape: DraftShape
+
+
 class Decodes:
     """The decoding rows of the next step.
+
+    Args:
+        rows: the running sequences.
+        pages: the KV pool's pages.
+        sizes: the plan's sizes.
+        clock: the ranks' common time, which each turn sets.
 
     Attributes:
         policy: chooses the size of the drafts of each step; None: always the plan's.
@@ -32,7 +53,9 @@ class Decodes:
         shape: size of their drafts.
     """
 
-    def __init__(self, rows: Rows, pages: PageAllocator, sizes: Sizes) -> None:
+    def __init__(
+        self, rows: Rows, pages: PageAllocator, sizes: Sizes, clock: Callable[[], float]
+    ) -> None:
         self.policy: DraftPolicy | None = None
         self.members = NO_ROWS
         self.shape = self._largest = sizes.step_shapes[-1]
@@ -40,7 +63,8 @@ class Decodes:
         self._pages = pages
         self._sizes = sizes
         self._most = sizes.context_length + sizes.width
-        self._ended = 0.0  # time of the last commit if its rows all decoded, else 0
+        self._clock = clock
+        self._timed: _Timed | None = None  # the last committed step, if it counts
         self._other_groups = 0  # most decoding rows of any group in the last committed step
 
     @property
@@ -126,17 +150,27 @@ class Decodes:
         if batch.agreed is not None:
             self._other_groups = batch.agreed.decodes
         if self.policy.clocked:
-            self._clock(batch, self.policy)
+            self._time(batch, self.policy)
         decodes = int(np.searchsorted(done.at, batch.num_decodes))
         if decodes and batch.draft_shape is not None:
             self.policy.observe(done.rows[:decodes], batch.draft_shape, done.given[:decodes])
 
-    def _clock(self, batch: Batch, policy: DraftPolicy) -> None:
-        """Report the seconds since the last commit if the rows of both steps all decoded."""
+    def _time(self, batch: Batch, policy: DraftPolicy) -> None:
+        """Report the seconds of the step before ``batch`` if the rows of both steps all decoded.
+
+        The turn that commits a step lasts as long as the step: it waits for the step's results, and
+        began when those of the step before had come. Its seconds are known at the next commit.
+        """
+        now = self._clock()
+        before = self._timed
+        self._timed = None
+        agreed = batch.agreed
         if batch.draft_shape is None or batch.num_decodes < len(batch.rows):
-            self._ended = 0.0
             return
-        now = time.perf_counter()
-        if self._ended:
-            policy.took(batch.num_decodes, batch.draft_shape, now - self._ended)
-        self._ended = now
+        if agreed is not None and agreed.mode is Mode.PREFILL:
+            return
+        # turns of a test may share one time
+        if before is not None and now > before.began:
+            policy.took(before.rows, before.shape, now - before.began)
+        rows = batch.num_decodes if agreed is None else agreed.decodes
+        self._timed = _Timed(now, rows, batch.draft_shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 
 from glowplug.core.errors import RequestError
@@ -10,50 +9,26 @@ from glowplug.core.protocols import MOST_OVERTAKEN, SchedulingPolicy
 from glowplug.core.step.messages import Stats
 from glowplug.core.step.request import Sequence
 from glowplug.plugins.scheduler.continuous_admission import Admitter
+from glowplug.plugins.scheduler.continuous_faults import SequencesFailed
 from glowplug.plugins.scheduler.continuous_rows import Rows
-
-logger = logging.getLogger("glowplug.engine")
-
-
-class Complaints:
-    """The log of a policy's faults, each text once.
-
-    Args:
-        title: slot, name and origin of the policy.
-    """
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._told: set[str] = set()
-
-    def __call__(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            logger.error("%s %s", self._title, what)
 
 
 class PolicyCalls:
     """The calls of a policy beside ``order``, and their effects on queue and rows.
 
-    Attributes:
-        holds: the policy's ``hold``; None if it has none.
+    A call that raises an exception ends sequences, see ``Faults``.
     """
 
     def __init__(
-        self,
-        policy: SchedulingPolicy,
-        rows: Rows,
-        admission: Admitter,
-        stats: Stats,
-        complain: Callable[[str], None],
+        self, policy: SchedulingPolicy, rows: Rows, admission: Admitter, stats: Stats
     ) -> None:
         self._policy = policy
         self._rows = rows
         self._queue = admission.queue
         self._admission = admission
         self._stats = stats
-        self._complain = complain
-        self.holds: Callable[[Sequence], float] | None = getattr(policy, "hold", None)
+        self._faults = rows.faults
+        self._holds: Callable[[Sequence], float] | None = getattr(policy, "hold", None)
         self._reject: Callable[[Seq[Sequence]], Mapping[int, RequestError]] | None = getattr(
             policy, "reject", None
         )
@@ -61,15 +36,36 @@ class PolicyCalls:
             policy, "preempts", None
         )
 
+    def hold(self, sequence: Sequence) -> None:
+        """Set the time before which a new sequence is not admitted.
+
+        Raises:
+            RequestError: the policy refuses the sequence, or fails.
+        """
+        if self._holds is None:
+            return
+        try:
+            sequence.held_until = self._holds(sequence)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise self._faults.error("policy", "hold", error) from error
+        self._admission.held.add(sequence.id)
+
     def rejected(self) -> Iterator[tuple[int, RequestError]]:
         """Yield the waiting sequences that the policy rejects, with the error."""
         if self._reject is None or not len(self._queue):
             return
-        for id, error in self._reject(self._queue.sequences()).items():
+        waiting = self._queue.sequences()
+        try:
+            rejected = self._reject(waiting)
+        except Exception as error:
+            raise self._faults.note_some(waiting, "reject", error, self._reject) from error
+        for id, reason in rejected.items():
             if id in self._queue:
-                yield id, error
+                yield id, reason
             else:
-                self._complain("rejected a sequence that is not waiting: it goes on")
+                self._faults.complain("rejected a sequence that is not waiting: it goes on")
 
     def make_room(self, inflight: int) -> bool:
         """Preempt a running sequence for the first waiting one if the policy wants it.
@@ -83,11 +79,14 @@ class PolicyCalls:
         running = [one for one in self._rows.running.values() if one.preemptions < MOST_OVERTAKEN]
         if first is None or not running:
             return True
-        victim = self._preempts(first, running)
+        try:
+            victim = self._preempts(first, running)
+        except Exception as error:
+            raise self._faults.note(first, "policy", "preempts", error) from error
         if victim is None:
             return True
         if not any(victim is one for one in running):
-            self._complain("preempts a sequence that is not running: none is preempted")
+            self._faults.complain("preempts a sequence that is not running: none is preempted")
             return True
         if inflight:
             return False
@@ -100,16 +99,24 @@ class PolicyCalls:
         assert len(running) > 1, (
             "a sequence that runs alone must fit: the page accounting is broken"
         )
-        sequence = self._policy.victim(running)
+        choose = self._policy.victim
+        try:
+            sequence = choose(running)
+        except Exception as error:
+            raise self._faults.note_some(running, "victim", error, choose) from error
         if not any(sequence is one for one in running):
-            self._complain("chose a victim that is not running: the newest is preempted instead")
+            self._faults.complain(
+                "chose a victim that is not running: the newest is preempted instead"
+            )
             sequence = running[-1]
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence's row and pages, and queue it again."""
         self._rows.release(sequence.row)
+        self._admission.retry()
+        if self._faults.found:
+            raise SequencesFailed
         sequence.preemptions += 1
         self._stats.preemptions += 1
         self._queue.put_back(sequence)
-        self._admission.retry()

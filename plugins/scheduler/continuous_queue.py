@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+from glowplug.core.errors import ComponentFailed
 from glowplug.core.protocols import PrefixCache
 from glowplug.core.step.request import Sequence
 
@@ -80,15 +81,29 @@ class CachedPrefixes(Mapping[int, int]):
     """A mapping from the id of a waiting sequence to its number of cached prompt tokens.
 
     The cache is searched for a sequence only when the policy reads the sequence's entry.
+
+    Args:
+        waiting: the waiting sequences.
+        cache: the cache.
+        error_of: the error for a slot, a method of its component and the exception of a call.
     """
 
-    def __init__(self, waiting: list[Sequence], cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        waiting: list[Sequence],
+        cache: PrefixCache,
+        error_of: Callable[[str, str, Exception], ComponentFailed],
+    ) -> None:
         self._waiting = {sequence.id: sequence for sequence in waiting}
         self._cache = cache
+        self._error_of = error_of
 
     def __getitem__(self, id: int) -> int:
         sequence = self._waiting[id]
-        match = self._cache.match(sequence.prompt, sequence.admission.salt)
+        try:
+            match = self._cache.match(sequence.prompt, sequence.admission.salt)
+        except Exception as error:
+            raise self._error_of("cache", "match", error) from error
         return match.length + match.away
 
     def __iter__(self) -> Iterator[int]:

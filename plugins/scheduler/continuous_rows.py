@@ -11,10 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from glowplug.core.errors import GlowplugError
 from glowplug.core.protocols import PrefixCache, PrefixMatch
 from glowplug.core.step.pages import PageAllocator
 from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
+from glowplug.plugins.scheduler.continuous_faults import Faults
 
 Ints = NDArray[np.int32]
 #: stop ids per row that one numpy call compares; rows with more stop ids are compared one by one
@@ -42,12 +44,16 @@ class Rows:
             cache yet.
         joined: sequences that have entered a row since the last batch, for the runner.
         left: rows that have been left since the last batch, for the runner.
+        faults: sequences for which a call of policy or cache has failed.
     """
 
-    def __init__(self, table: SequenceTable, pages: PageAllocator, cache: PrefixCache) -> None:
+    def __init__(
+        self, table: SequenceTable, pages: PageAllocator, cache: PrefixCache, faults: Faults
+    ) -> None:
         self.table = table
         self.pages = pages
         self.cache = cache
+        self.faults = faults
         self._allocate(table.rows)
         self.many_stops: dict[int, frozenset[int]] = {}
         self.running: dict[int, Sequence] = {}
@@ -165,7 +171,7 @@ class Rows:
         held = table.leave(row)
         self.pages.give(held[whole:])
         if whole > shared:
-            self.pages.give(self.cache.insert(tokens, held[:whole], sequence.admission.salt))
+            self.pages.give(self._insert(tokens, held[:whole], shared, sequence))
         self.cache.lock(self._locks.pop(row), -1)
         self._leave(row)
         return sequence
@@ -179,6 +185,37 @@ class Rows:
         self.pending[row] = 0
         self.shared[row] = 0
         self.left.append(row)
+
+    def _insert(self, tokens: Ints, pages: Ints, shared: int, sequence: Sequence) -> Ints:
+        """Give the first pages of a sequence to the cache.
+
+        If the cache fails, the sequence is noted and keeps its pages. The accounts of all pages are
+        checked afterwards, see ``SequenceEnds.check_accounts``.
+
+        Args:
+            tokens: tokens of the pages.
+            pages: the pages.
+            shared: number of leading pages that belong to the cache already.
+            sequence: the sequence.
+
+        Returns:
+            The pages that the caller keeps.
+
+        Raises:
+            GlowplugError: the cache has failed after it took pages.
+        """
+        salt = sequence.admission.salt
+        try:
+            return self.cache.insert(tokens, pages, salt)
+        except Exception as error:
+            self.faults.note(sequence, "cache", "insert", error)
+        own = pages[shared:]
+        if np.isin(self.cache.match(tokens, salt).pages, own).any():
+            raise GlowplugError(
+                f"{self.faults.found[sequence.id]}\n    all requests end, because the cache holds "
+                "pages of the request"
+            )
+        return own
 
     # ---- pages -----------------------------------------------------------------------------------
 
@@ -214,21 +251,30 @@ class Rows:
         """
         sequence = self.running[row]
         table = self.table
-        cache = self.cache
         self._forget_first_page(row, sequence)
         whole = (int(table.length[row]) - 1) // table.page_size
-        if not cache.shares or whole <= self.shared[row]:
+        if not self.cache.shares or whole <= self.shared[row]:
             return
         tokens = table.tokens[row, : whole * table.page_size]
         mine = table.pages[row, :whole].copy()
-        salt = sequence.admission.salt
-        unneeded = cache.insert(tokens, mine, salt)
-        match = cache.match(tokens, salt)
-        cache.lock(match, 1)
-        cache.lock(self._locks[row], -1)
+        unneeded = self._insert(tokens, mine, int(self.shared[row]), sequence)
+        if sequence.id not in self.faults.found:
+            self._share(row, self.cache.match(tokens, sequence.admission.salt), mine, unneeded)
+
+    def _share(self, row: int, match: PrefixMatch, mine: Ints, unneeded: Ints) -> None:
+        """Lock the cached pages of a row's prompt, and free its own pages in their places.
+
+        Args:
+            row: the row.
+            match: the row's prompt in the cache.
+            mine: the row's pages before.
+            unneeded: those that the cache did not need.
+        """
+        self.cache.lock(match, 1)
+        self.cache.lock(self._locks[row], -1)
         self._locks[row] = match
         self.shared[row] = kept = len(match.pages)
-        table.pages[row, :kept] = match.pages
+        self.table.pages[row, :kept] = match.pages
         self.pages.give(np.setdiff1d(unneeded, mine[kept:]))
 
     def twin(self, tokens: Ints, salt: str) -> tuple[int, int]:

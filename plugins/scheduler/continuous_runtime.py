@@ -59,10 +59,12 @@ from glowplug.plugins.scheduler.continuous import ContinuousOptions
 from glowplug.plugins.scheduler.continuous_admission import Admitter
 from glowplug.plugins.scheduler.continuous_checks import check_pages, check_size
 from glowplug.plugins.scheduler.continuous_decodes import NO_ROWS, Decodes
-from glowplug.plugins.scheduler.continuous_policy import Complaints, PolicyCalls
-from glowplug.plugins.scheduler.continuous_queue import QUEUED, Queue
+from glowplug.plugins.scheduler.continuous_ends import SequenceEnds
+from glowplug.plugins.scheduler.continuous_faults import Faults, SequencesFailed
+from glowplug.plugins.scheduler.continuous_policy import PolicyCalls
+from glowplug.plugins.scheduler.continuous_queue import Queue
 from glowplug.plugins.scheduler.continuous_rows import Rows
-from glowplug.plugins.scheduler.continuous_stats import count_end, count_step, snapshot
+from glowplug.plugins.scheduler.continuous_stats import count_step, snapshot
 
 
 class Continuous:
@@ -82,7 +84,7 @@ class Continuous:
         self._inflight = 0
         self._committed = 0  # number of the last committed step
         self._out = StepOutput()
-        self._complain = Complaints(plan.title("policy"))
+        self._faults = Faults(plan)
 
     def bind(
         self,
@@ -100,25 +102,28 @@ class Continuous:
         self.pages = pages
         self.cache = cache
         self.policy = policy
-        self.rows = Rows(table, pages, cache)
-        self.decodes = Decodes(self.rows, pages, sizes)
+        self.rows = Rows(table, pages, cache, self._faults)
+        self.decodes = Decodes(self.rows, pages, sizes, self.clock)
         self.queue = Queue()
         self.scores = continuous_commit.PromptScores()
         self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)
-        self.admission = Admitter(
+        self.admission = self._admitter(policy)
+        self.calls = PolicyCalls(policy, self.rows, self.admission, self.stats)
+        self.ends = SequenceEnds(self.rows, self.admission, self.scores, self.stats)
+        self.stats.pages_total = pages.total
+
+    def _admitter(self, policy: SchedulingPolicy) -> Admitter:
+        return Admitter(
             self.rows,
             self.queue,
             policy,
             max_rows=self.max_rows,
-            context=sizes.context_length,
-            lookahead=sizes.lookahead,
+            context=self.sizes.context_length,
+            lookahead=self.sizes.lookahead,
             share=self.options.share_prefill,
             scored=self._is_scored,
-            complain=self._complain,
             clock=self.clock,
         )
-        self.calls = PolicyCalls(policy, self.rows, self.admission, self.stats, self._complain)
-        self.stats.pages_total = pages.total
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -133,37 +138,17 @@ class Continuous:
                 f"the queue is full: {len(self.rows.running)} sequences are running and "
                 f"{len(self.queue)} waiting"
             )
-        if sequence.id in self.queue or self._row_of(sequence.id) is not None:
+        if sequence.id in self.queue or self.ends.row_of(sequence.id) is not None:
             raise RequestError(f"sequence {sequence.id} exists already", code="duplicate_id")
-        if self.calls.holds is not None:
-            sequence.held_until = self.calls.holds(sequence)
-            self.admission.held.add(sequence.id)
+        self.calls.hold(sequence)
         self.queue.add(sequence)
         self.admission.retry()
 
-    def _row_of(self, id: int) -> int | None:
-        found = np.flatnonzero(self.rows.ids == id)
-        return next((row for row in found.tolist() if row in self.rows.running), None)
-
     def abort(self, message: Abort) -> StepOutput | None:
-        output = StepOutput()
-        for id in message.ids:
-            if self._end(id):
-                output.finished.append(Finished(id, message.reason))
-                count_end(self.stats, message.reason)
+        ends = [self.ends.end(Finished(id, message.reason)) for id in message.ids]
+        output = StepOutput(finished=[end for end in ends if end is not None])
+        self.ends.check_accounts()
         return output if output.finished else None
-
-    def _end(self, id: int) -> bool:
-        """Remove sequence ``id`` and free its pages at once. Return False if the id is unknown."""
-        if self.queue.pop(id) is None:
-            row = self._row_of(id)
-            if row is None:
-                return False
-            self.rows.release(row)
-        self.scores.forget(id)
-        self.admission.forget(id)
-        self.admission.retry()
-        return True
 
     def expire(self) -> None:
         """End sequences past their deadline, and those that the policy rejects.
@@ -171,24 +156,24 @@ class Continuous:
         ``commit`` or ``take_pending`` reports them.
         """
         for id, error in self.calls.rejected():
-            self._end(id)
-            self._out.finished.append(Finished(id, "error", None, str(error), error.code))
-            count_end(self.stats, "error")
-        for id, kind in self.queue.overdue(self.clock()):
-            waiting = self.queue.get(id)
-            if kind == QUEUED and (waiting is None or waiting.preemptions):
-                continue
-            if self._end(id):
-                what = "waited too long in the queue" if kind == QUEUED else "took too long"
-                self._out.finished.append(
-                    Finished(id, "timeout", error=f"the request {what}", error_code=kind)
-                )
-                count_end(self.stats, "timeout")
+            end = self.ends.end(Finished(id, "error", None, str(error), error.code))
+            self._out.finished += [end] if end is not None else []
+        self._out.finished += self.ends.overdue(self.clock())
 
     # ---- a step ----------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        self.expire()
+        try:
+            self.expire()
+            # NOTE: nothing is launched after a fault, see ``Scheduler.next_batch``
+            batch = self._next_batch() if self._faults.last is None else None
+        except SequencesFailed:
+            batch = None
+            self._out.finished += self.ends.failed()
+        self.ends.check_accounts()
+        return batch
+
+    def _next_batch(self) -> Batch | None:
         if not self.calls.make_room(self._inflight):
             return None
         decodes = self.decodes
@@ -291,6 +276,9 @@ class Continuous:
         self._publish(batch, done)
         if done.done.any():
             self._finish(done, output)
+        if self._faults.last is not None:
+            output.finished += self.ends.failed()
+            self.ends.check_accounts()
         return output
 
     def _publish(self, batch: Batch, done: continuous_commit.Committed) -> None:
@@ -311,9 +299,7 @@ class Continuous:
         for i in np.flatnonzero(done.done).tolist():
             end = continuous_commit.finish_of(self.rows, done, i)
             self.rows.release(int(done.rows[i]), keep=not done.bad[i])
-            self.scores.forget(end.id)
-            output.finished.append(end)
-            count_end(self.stats, end.reason)
+            output.finished.append(self.ends.counted(end))
         self.admission.retry()
 
     def take_pending(self) -> StepOutput | None:

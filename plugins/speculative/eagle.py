@@ -18,7 +18,7 @@ from glowplug.core.plugin.byte_costs import state_drafts_bytes
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
-from glowplug.plugins.speculative.knobs import KnobOptions, check_knobs
+from glowplug.plugins.speculative.knobs import KnobOptions
 
 SHIPPED = "eagle3"  #: folder of the embedded model's head, beside its checkpoint
 
@@ -39,12 +39,12 @@ class EagleOptions(KnobOptions):
 
 
 def check_options(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse knobs of the drafts that do not fit together.
+    """Refuse knobs that do not fit together, and a draft vocabulary that cannot be used.
 
     Other checks, of all algorithms and of model families, refuse heads that do not fit the target.
     """
     options: EagleOptions = context.options
-    yield from check_knobs("eagle", options.steps, options.topk, options.draft_tokens)
+    yield from options.refusals("eagle", context)
 
 
 @hookimpl

@@ -22,9 +22,14 @@ class Eagle(ModelDrafts):
     def build_draft(self, context: BuildContext, family: ModelFamily, target: Model) -> Any:
         return family.build_eagle(context, target)
 
-    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
-        return super().accept(logits, self._model.states(hidden), batch, sampler)
+    def _accepted(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        return super()._accepted(logits, self._model.states(hidden), batch, sampler)
+
+    def _head_input(self, hidden: Tensor) -> Tensor:
+        read: Tensor = self._model.head_input(hidden)
+        return read
 
     def target_ids(self, ids: Tensor) -> Tensor:
         known: Tensor | None = self._model.target_ids
-        return ids if known is None else known[ids]
+        found = super().target_ids(ids)
+        return found if known is None else known[found]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from glowplug.core.errors import Refusal
+from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.draft_shape import MASK_BITS, DraftShape
 from glowplug.core.plugin.speculative_options import SpeculativeOptions
+from glowplug.plugins.speculative.draft_vocabulary import check_vocabulary, head_rows
 
 STEPS_MAX = 15  #: largest option ``steps``
 
@@ -26,6 +28,25 @@ class KnobOptions(SpeculativeOptions):
         "a chain, steps + topk for a tree, if a tree has as many",
     )
     draft_model: str | None = Field(None, description="folder of the draft model")
+    draft_vocabulary: int | str | None = Field(
+        None,
+        description="tokens that drafts choose from: a number of the most frequent ones, counted "
+        "while serving, or a file of ids (.json, .txt, .npy); None: all. Outputs stay the same",
+    )
+
+    @field_validator("draft_vocabulary")
+    @classmethod
+    def _number(cls, value: int | str | None) -> int | str | None:
+        """Return a number that was given as text, as on a command line, as a number."""
+        return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+    def head_rows(self) -> int:
+        return head_rows(self.draft_vocabulary)
+
+    def refusals(self, by: str, context: CheckContext) -> Iterator[Refusal]:
+        """Yield the refusals of the speculative algorithm ``by`` with these options."""
+        yield from check_knobs(by, self.steps, self.topk, self.draft_tokens)
+        yield from check_vocabulary(by, self.draft_vocabulary, self.topk, context)
 
     def width(self) -> int:
         return self.draft_shape().tokens

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.byte_costs import state_drafts_bytes
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
-from glowplug.plugins.speculative.draft_vocabulary import check_vocabulary, head_rows
-from glowplug.plugins.speculative.knobs import KnobOptions, check_knobs
+from glowplug.plugins.speculative.knobs import KnobOptions
 
 
 class NextNOptions(KnobOptions):
@@ -30,30 +29,14 @@ class NextNOptions(KnobOptions):
         None, description="folder of an exported NextN layer; None: the checkpoint's own"
     )
 
-    draft_vocabulary: int | str | None = Field(
-        None,
-        description="tokens that drafts choose from: a number of the most frequent ones, counted "
-        "while serving, or a file of ids (.json, .txt, .npy); None: all. Outputs stay the same",
-    )
-
-    @field_validator("draft_vocabulary")
-    @classmethod
-    def _number(cls, value: int | str | None) -> int | str | None:
-        """Return a number that was given as text, as on a command line, as a number."""
-        return int(value) if isinstance(value, str) and value.isdecimal() else value
-
-    def head_rows(self) -> int:
-        return head_rows(self.draft_vocabulary)
-
 
 def check_options(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse knobs of the drafts that do not fit together.
+    """Refuse knobs that do not fit together, and a draft vocabulary that cannot be used.
 
     Another check, common to all algorithms, refuses checkpoints without a NextN layer.
     """
     options: NextNOptions = context.options
-    yield from check_knobs("nextn", options.steps, options.topk, options.draft_tokens)
-    yield from check_vocabulary("nextn", options.draft_vocabulary, options.topk, context)
+    yield from options.refusals("nextn", context)
 
 
 @hookimpl

@@ -21,6 +21,8 @@ class NoSpeculation:
     A row's last token stays on the device, as the input of the row's next step.
     """
 
+    passes_rows = True
+
     def __init__(self, options: NoSpeculationOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = torch.device(worker.device)
 

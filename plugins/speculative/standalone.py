@@ -16,7 +16,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
-from glowplug.plugins.speculative.knobs import KnobOptions, check_knobs
+from glowplug.plugins.speculative.knobs import KnobOptions
 
 
 class StandaloneOptions(KnobOptions):
@@ -30,12 +30,12 @@ class StandaloneOptions(KnobOptions):
 
 
 def check_options(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse knobs of the drafts that do not fit together.
+    """Refuse knobs that do not fit together, and a draft vocabulary that cannot be used.
 
     Checks common to all algorithms refuse draft models that do not fit the target.
     """
     options: StandaloneOptions = context.options
-    yield from check_knobs("standalone", options.steps, options.topk, options.draft_tokens)
+    yield from options.refusals("standalone", context)
 
 
 @hookimpl

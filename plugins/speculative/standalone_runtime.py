@@ -43,11 +43,10 @@ class Standalone(DraftPasses):
     def draft_model(
         self, context: BuildContext, family: ModelFamily, target: Model
     ) -> Model | None:
-        self._attention = context.attention
         self._layers = context.facts.num_layers
         self._hidden_size = context.facts.hidden_size
-        self._model: Model = family.build(context)
-        return self._model
+        draft: Model = self._of_context(context, family.build(context))
+        return draft
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
@@ -75,7 +74,8 @@ class Standalone(DraftPasses):
 
     def _forward(self, step: Batch, tokens: Tensor, hidden: Tensor | None) -> Tensor:
         step.input_ids = tokens
-        return self._model.forward(step.input_ids, step.positions, step)
+        result: Tensor = self._model.forward(step.input_ids, step.positions, step)
+        return result
 
     def _store_last(self, batch: Batch, tokens: Tensor) -> None:
         """Run the pass that stores the entries which the draft passes have not stored.
@@ -130,7 +130,7 @@ class Standalone(DraftPasses):
 
     # ---- acceptance ------------------------------------------------------------------------------
 
-    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+    def _accepted(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
         width = self._shape_of(batch).tokens
         decoding = batch.num_decodes == batch.num_rows > 0
         if self._on_host and decoding and batch.tree is None:

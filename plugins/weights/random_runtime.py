@@ -1,5 +1,7 @@
 """Runtime of the ``random`` weight source: each tensor is a function of (seed, name, shape).
 
+A rank draws the numbers of its slices only.
+
 Scales keep hidden states and logits near one and spread routing over the experts; zero or constant
 weights would route every token to the same experts and hide most mistakes. Numbers are generated on
 the device that needs them and are bit-identical on every device: integers hashed from (key,
@@ -9,8 +11,7 @@ position), scaled once.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import WeightTarget, Worker
 from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.plugins.weights.cut import Cut
 from glowplug.plugins.weights.random import RandomOptions
 
 FP8_SPREAD = 96.0  #: standard deviation of FP8 codes; the maximum of 448 is 4.7 deviations
@@ -62,27 +64,34 @@ class RandomSource:
                 self.read(target) if self._device.type == "cpu" else self._on(self._device, target),
             )
 
-    def _on(self, device: torch.device, target: WeightTarget) -> Tensor:
-        return self._make(target.name, tuple(target.shape), target.dtype, device)[target.index]
-
     def close(self) -> None:
         pass
 
-    def _make(
-        self, name: str, shape: tuple[int, ...], dtype: str | None, device: torch.device
+    def _on(self, device: torch.device, target: WeightTarget) -> Tensor:
+        """Return the target's slice of its tensor; numbers outside the slice are not drawn."""
+        name, shape, dtype = target.name, tuple(target.shape), target.dtype
+        cut = Cut.of(shape, target.index)
+        if dtype == "int32":
+            return self._words(name, cut, device)
+        return self._scaled(name, shape, dtype, bell(self._key(name), cut, device))
+
+    def _scaled(
+        self, name: str, shape: tuple[int, ...], dtype: str | None, noise: Tensor
     ) -> Tensor:
-        noise = bell(self._key(name), math.prod(shape), device).view(shape)
+        """Return a slice of tensor ``name`` in its dtype, made of ``noise``, in whose memory.
+
+        Args:
+            name: name of the tensor.
+            shape: shape of the whole tensor.
+            dtype: torch dtype name; None: the model's.
+            noise: numbers of mean 0 and deviation 1, float32, in the shape of the slice.
+        """
         if name.endswith(".weight_scale_inv"):
-            # NOTE: codes have the deviation FP8_SPREAD, so this gives the weight its fan-in scale;
-            # block scales differ on purpose.
-            width = self._deviation(name, shape[-1] * self._block[1])
-            return noise.mul_(0.1).clamp_(-0.3, 0.3).add_(1.0).mul_(width / FP8_SPREAD)
+            return self._block_scales(name, shape[-1], noise)
         if name.endswith((".weight_scale", ".scales")):
             return self._narrow_scales(name, noise)
         if dtype == "int8":
             return noise.mul_(INT8_SPREAD).round_().clamp_(-127.0, 127.0).to(torch.int8)
-        if dtype == "int32":
-            return self._words(name, shape, device)
         if dtype == "float8_e4m3fn":
             return noise.mul_(FP8_SPREAD).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
         if name.endswith("e_score_correction_bias"):
@@ -91,6 +100,15 @@ class RandomSource:
             vector = noise.mul_(0.1).add_(1.0) if name.endswith(".weight") else noise.mul_(0.05)
             return self._cast(vector, dtype)
         return self._cast(noise.mul_(self._deviation(name, shape[-1])), dtype)
+
+    def _block_scales(self, name: str, blocks: int, noise: Tensor) -> Tensor:
+        """Return random scales of FP8 blocks; ``blocks``: number of them along the inputs.
+
+        NOTE: codes have the deviation FP8_SPREAD, so these scales give the weight its fan-in scale;
+        they differ from block to block on purpose.
+        """
+        width = self._deviation(name, blocks * self._block[1])
+        return noise.mul_(0.1).clamp_(-0.3, 0.3).add_(1.0).mul_(width / FP8_SPREAD)
 
     def _narrow_scales(self, name: str, noise: Tensor) -> Tensor:
         """Return random weight scales for int8 rows, [N, 1], or for int4 groups, [K / g, N].
@@ -104,15 +122,13 @@ class RandomSource:
         made = noise.mul_(0.1).clamp_(-0.3, 0.3).add_(1.0).mul_(width)
         return made.to(torch.float16) if int4 else made
 
-    def _words(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    def _words(self, name: str, cut: Cut, device: torch.device) -> Tensor:
         """Return random packed int4 weights: int32 words of eight 4-bit numbers each.
 
         If ``name`` is a tensor of AWQ's zero points ("qzeros"), all numbers of a word are 7 or
         all are 8.
         """
-        words = (
-            _bits(self._key(name), 0, math.prod(shape), device).bitwise_and_(0xFFFFFFFF).view(shape)
-        )
+        words = _drawn(_low_bits, self._key(name), cut, device)
         if name.endswith(".qzeros"):
             words = words.bitwise_and_(1).add_(7).mul_(0x11111111)
         return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
@@ -138,44 +154,47 @@ class RandomSource:
         return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def bell(key: int, count: int, device: torch.device) -> Tensor:
-    """Return nearly normal random numbers, float32 [count], of mean 0 and deviation 1.
+def bell(key: int, cut: Cut, device: torch.device) -> Tensor:
+    """Return nearly normal random numbers, float32 [*cut.shape], of mean 0 and deviation 1.
 
-    ``key`` determines the numbers. Each is a sum of four uniform numbers, at most 3.46 in
-    magnitude.
+    ``key`` and the position in the whole tensor determine each number, which is a sum of four
+    uniform numbers, at most 3.46 in magnitude.
     """
-    piece = PIECE_NUMBERS.get(device.type, PIECE_NUMBERS["cuda"])
-    parts = [
-        _sums(key, start, min(piece, count - start), device) for start in range(0, count, piece)
-    ]
-    return (
-        parts[0]
-        if len(parts) == 1
-        else torch.cat(parts)
-        if parts
-        else torch.zeros(0, device=device)
-    )
+    return _drawn(_sums, key, cut, device)
 
 
-def _bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Return 64 random bits for each of ``count`` positions from ``start``, int64 [count].
+def _drawn(
+    numbers: Callable[[int, Tensor], Tensor], key: int, cut: Cut, device: torch.device
+) -> Tensor:
+    """Return what ``numbers`` gives for key and positions of ``cut``, piece by piece."""
+    most = PIECE_NUMBERS.get(device.type, PIECE_NUMBERS["cuda"])
+    parts = [numbers(key, positions) for positions in cut.positions(most, device)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(cut.shape)
+
+
+def _bits(key: int, positions: Tensor) -> Tensor:
+    """Return 64 random bits for each of ``positions``, int64 [count], in their memory.
 
     The bits are a hash of key and position by SplitMix64 (Steele et al.). NOTE: int64 wraps and
     shifts right arithmetically on every device; the mask removes the copies of the sign bit.
     """
-    bits = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    bits.mul_(-0x61C8864680B583EB).add_(key)
+    bits = positions.mul_(-0x61C8864680B583EB).add_(key)
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)
     return bits.bitwise_xor_((bits >> 31).bitwise_and_((1 << 33) - 1))
 
 
-def _sums(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Return numbers ``start`` to ``start + count - 1`` of the sequence that ``bell`` returns.
+def _low_bits(key: int, positions: Tensor) -> Tensor:
+    """Return 32 random bits for each of ``positions``, int64 [count]."""
+    return _bits(key, positions).bitwise_and_(0xFFFFFFFF)
+
+
+def _sums(key: int, positions: Tensor) -> Tensor:
+    """Return the numbers of ``bell`` for ``positions``, int64 [count].
 
     Each number is the sum of the four 16-bit parts of its position's hash, shifted and scaled.
     """
-    bits = _bits(key, start, count, device)
+    bits = _bits(key, positions)
     total = bits & 0xFFFF
     for shift in (16, 32, 48):
         total.add_((bits >> shift).bitwise_and_(0xFFFF))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,13 @@ from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.facts.safetensors_header import read_places, read_tensors
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import WeightTarget, Worker
-from glowplug.plugins.weights.direct_read import THREADS, DirectReader, Span, blocks_of
+from glowplug.plugins.weights.cut import Cut
+from glowplug.plugins.weights.direct_read import THREADS, Columns, DirectReader, Span, blocks_of
 from glowplug.plugins.weights.safetensors import SafetensorsOptions
+
+#: fewest bytes that a cut to columns must save while reading; smaller tensors are read whole, so
+#: that they share blocks with their neighbours
+CUT_BYTES = 64 << 10
 
 Wanted = tuple[WeightTarget, TensorFact]
 
@@ -78,9 +84,9 @@ class SafetensorsSource:
     ) -> Iterator[tuple[WeightTarget, Tensor]]:
         """Yield each target with its tensor, read by ``reader``; finally close ``reader``."""
         try:
-            for span, held in reader.read(blocks_of(self._spans(targets))):
+            for span, held in reader.read(blocks_of(self._spans(targets, reader.piece))):
                 target, fact = span.key
-                yield target, rows_of(held, fact, target)
+                yield target, slice_of(held, fact, target, span.columns is not None)
                 self._count()
         finally:
             reader.close()
@@ -105,8 +111,13 @@ class SafetensorsSource:
             )
         return fact
 
-    def _spans(self, targets: Sequence[WeightTarget]) -> list[Span[Wanted]]:
-        """Return the byte range of each target's rows in its file; columns are cut later."""
+    def _spans(self, targets: Sequence[WeightTarget], longest: int) -> list[Span[Wanted]]:
+        """Return the byte range of each target's rows in its file, and the columns to keep.
+
+        Args:
+            targets: the targets.
+            longest: bytes of the longest row that can be cut while reading.
+        """
         facts = {target.name: self._fact(target) for target in targets}
         places = {
             file: read_places(self._folder / file)
@@ -116,9 +127,11 @@ class SafetensorsSource:
         for target in targets:
             fact, first, end = places[facts[target.name].file][target.name]
             begin, rows, each = _rows(fact, target, end - first)
-            spans.append(
-                Span((target, fact), self._folder / fact.file, first + begin * each, rows * each)
-            )
+            columns = _columns(fact, target, each)
+            if columns and (each > longest or rows * (each - columns.width) < CUT_BYTES):
+                columns = None
+            path = self._folder / fact.file
+            spans.append(Span((target, fact), path, first + begin * each, rows * each, columns))
         return spans
 
     @staticmethod
@@ -151,21 +164,38 @@ def _shown(fact: TensorFact | None) -> str:
     return "absent" if fact is None else f"{fact.dtype} {list(fact.shape)} in {fact.file}"
 
 
-def rows_of(held: Tensor, fact: TensorFact, target: WeightTarget) -> Tensor:
-    """Return the slice of a tensor that ``target`` describes, from the bytes of its rows.
+def slice_of(held: Tensor, fact: TensorFact, target: WeightTarget, packed: bool) -> Tensor:
+    """Return the slice of a tensor that ``target`` describes, from bytes of its rows.
 
     Args:
         held: the bytes of the slice's rows, uint8.
         fact: dtype and shape of the whole tensor.
         target: the slice.
+        packed: True: ``held`` has the columns of the slice only; False: whole rows.
     """
     dtype = getattr(torch, fact.dtype)
     if held.storage_offset() % dtype.itemsize:
         held = held.clone()  # unaligned, after a tensor of an odd number of bytes
     if not fact.shape:
         return held.view(dtype).view(())
-    rows = len(range(*target.index[0].indices(fact.shape[0])))
-    return held.view(dtype).view(rows, *fact.shape[1:])[(slice(None), *target.index[1:])]
+    cut = Cut.of(fact.shape, target.index)
+    if packed:
+        return held.view(dtype).view(cut.shape)
+    return held.view(dtype).view(cut.shape[0], *fact.shape[1:])[(slice(None), *target.index[1:])]
+
+
+def _columns(fact: TensorFact, target: WeightTarget, each: int) -> Columns | None:
+    """Return the columns of the slice of ``target``; None: whole rows, or no range of columns.
+
+    ``each``: bytes per row.
+    """
+    if len(fact.shape) < 2 or not each:
+        return None
+    cut = Cut.of(fact.shape[1:], target.index[1:])
+    size = each // math.prod(fact.shape[1:])
+    if cut.outer or not cut.width or cut.width * size == each:
+        return None
+    return Columns(each, cut.first * size, cut.width * size)
 
 
 def _rows(fact: TensorFact, target: WeightTarget, size: int) -> tuple[int, int, int]:

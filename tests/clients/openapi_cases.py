@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,13 @@ def statuses(url: str) -> dict[str, dict[str, int]]:
     return {route: dict(sorted(found.items())) for route, found in sorted(counts.items())}
 
 
+def unanswered(url: str, answers: Mapping[str, object]) -> list[str]:
+    """Return the routes that ``/openapi.json`` of a server declares and ``answers`` lacks."""
+    declared = httpx.get(f"{url}/openapi.json", timeout=LIMIT).json()["paths"]
+    answered = {route.replace(":path}", "}") for route in answers}
+    return sorted(declared.keys() - answered)
+
+
 def run(cases: int, examples: int = ROUND, site: str = "") -> dict[str, Any]:
     """Send at least ``cases`` cases to a server and return the outcome."""
     sent, failures, rounds = 0, [], 0
@@ -101,6 +109,7 @@ def run(cases: int, examples: int = ROUND, site: str = "") -> dict[str, Any]:
                     failures += _failures(found)
                     rounds += 1
                 answers = statuses(server.base_url)
+                lacking = unanswered(server.base_url, answers)
         finally:
             del os.environ["GLOWPLUG_PROFILE_DIR"]
     return {
@@ -110,7 +119,7 @@ def run(cases: int, examples: int = ROUND, site: str = "") -> dict[str, Any]:
         "cases": sent,
         "rounds": rounds,
         "operations": found["operations"]["tested"],
-        "failures": failures,
+        "failures": [*failures, *(f"no case for {route}" for route in lacking)],
         "answers": answers,
     }
 

@@ -101,7 +101,7 @@ def test_attention_and_vocabulary_are_split_within_a_group_and_nothing_else() ->
     for rank in range(4):
         strategy, within = made({"tp": 4, "dp": 2}, rank), rank % 2
         heads = strategy.shard("heads", "model.layers.0.self_attn", 8)
-        out = strategy.shard("row", "model.layers.0.self_attn.o_proj", 8)
+        out = strategy.shard("heads_row", "model.layers.0.self_attn.o_proj", 8)
         vocab = strategy.shard("vocab", "lm_head", 9)
         assert heads is not None and (heads.start, heads.size, heads.reduce) == (
             4 * within,
@@ -122,6 +122,7 @@ def test_attention_and_vocabulary_are_split_within_a_group_and_nothing_else() ->
         for role, name in (
             ("column", "mlp.gate_proj"),
             ("row", "mlp.down_proj"),
+            ("shared_row", "mlp.shared_experts.down_proj"),
             ("experts", "mlp.experts"),
             ("expert_width", "mlp.experts"),
             ("replicated", "norm"),
@@ -133,7 +134,7 @@ def test_a_rank_that_is_its_own_group_holds_its_attention_whole() -> None:
     for rank in range(4):
         for role, name in (
             ("heads", "self_attn"),
-            ("row", "self_attn.o_proj"),
+            ("heads_row", "self_attn.o_proj"),
             ("vocab", "lm_head"),
         ):
             held = made({"tp": 4, "dp": 4}, rank).shard(role, name, 8)

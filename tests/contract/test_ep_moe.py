@@ -20,13 +20,15 @@ from glowplug.core.plugin.component import CheckContext, Chosen
 from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.offers import GraphOffers, Mode, ParallelOffers
 from glowplug.core.plugin.options import GraphOptions, ParallelOptions
-from glowplug.core.protocols import Collectives, ExpertExchange, Worker
+from glowplug.core.protocols import Collectives, ExpertExchange, Quantized, Worker
 from glowplug.core.step.batch import Batch, StepShape, idle_batch
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.threads import ThreadOptions
 from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting, ThreadCollectives
 from glowplug.core.testing.suites.parallel import ParallelSuite
 from glowplug.kernels.collectives.push import EMPTY_BITS
+from glowplug.kernels.formats.fp8 import quantize_tokens
+from glowplug.kernels.formats.fp8_block import FP8_INPUT
 from glowplug.plugins.parallel import expert_exchange
 from glowplug.plugins.parallel.ep_moe import (
     EpMoeOptions,
@@ -104,13 +106,14 @@ def test_the_shared_expert_is_the_group_s_own() -> None:
     """
     held = [strategy(rank, {"tp": 4, "ep": 4, "dp": 2}) for rank in range(4)]
     name = "model.layers.1.mlp.shared_experts.down_proj"
-    parts = [ep.shard("row", name, 384, 128) for ep in held]
+    parts = [ep.shard("shared_row", name, 384, 128) for ep in held]
     assert [(p.start, p.size, p.reduce, p.axis) for p in parts if p] == [
         (0, 256, True, "attn_tp"),
         (256, 128, True, "attn_tp"),
     ] * 2
     assert held[0].shard("row", "model.layers.0.mlp.down_proj", 384) is None
-    alone = strategy(0, {"tp": 4, "ep": 4, "dp": 4}).shard("column", name, 384)
+    assert held[0].shard("row", name, 384) is None, "the role decides, not the name"
+    alone = strategy(0, {"tp": 4, "ep": 4, "dp": 4}).shard("shared_column", name, 384)
     assert alone is not None and (alone.size, alone.gather) == (384, False)
 
 
@@ -561,3 +564,59 @@ def test_meshes_that_do_not_fit_are_refused_with_the_fix(
     assert len(found) == 1, found
     assert found[0].field == f"parallel.{len(given.get('before', (TENSOR,)))}.{field}"
     assert reason in found[0].reason and fix in found[0].fix
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "push"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2, "ep": 2, "dp": 2}, {"tp": 4, "ep": 2, "dp": 2}, {"tp": 4, "ep": 4, "dp": 4}]
+)
+def test_tokens_are_sent_as_the_values_that_experts_would_quantise(
+    mesh: dict[str, int], backend: str, exchange: str
+) -> None:
+    """Every group has another number of tokens; steps beyond the rows of ``push`` are gathered."""
+    hidden = 320  # the last group of channels is shorter
+
+    def body(collectives: Collectives, rank: int) -> tuple[int, int]:
+        rows: list[int] = []
+
+        class Recorded:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(collectives, name)
+
+            def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor:
+                rows.append(x[0].numel() * x.element_size())
+                return collectives.all_gather(x, axis, dim)
+
+        held = strategy(rank, mesh, Recorded(), exchange=exchange)
+        moved: Any = held.expert_exchange("m", EXPERTS)
+        group = coordinates(rank, mesh)["dp"]
+        generator = torch.Generator().manual_seed(group)
+        most = 1200 if exchange == "push" else 520
+        tokens = most - 7 * group
+        x = torch.randn(tokens, hidden, generator=generator).bfloat16()
+        ids = torch.randint(-1, EXPERTS, (tokens, TOPK), generator=generator)
+        weights = torch.rand(tokens, TOPK, generator=generator)
+        batch = replace(
+            idle_batch(), agreed=StepShape(Mode.DECODE, most, most, mesh["dp"], decodes=most)
+        )
+        assert moved.sends_quantized(FP8_INPUT, batch)
+        assert not moved.sends_quantized("plain", batch)
+        if exchange != "push":
+            small = replace(batch.agreed, tokens=expert_exchange.FP8_ROWS_TOKENS - 1)
+            assert not moved.sends_quantized(FP8_INPUT, replace(batch, agreed=small))
+        plain, local, kept = moved.dispatch(x, ids.clone(), weights, batch)
+        cast = Quantized(*quantize_tokens(x))
+        sent, sent_local, sent_kept = moved.dispatch_quantized(cast, ids.clone(), weights, batch)
+        assert torch.equal(sent_local, local) and torch.equal(sent_kept, kept)
+        chosen = (local >= 0).any(-1)
+        assert chosen.any()
+        values, scales = quantize_tokens(plain[chosen])
+        assert torch.equal(sent.values[chosen].view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(sent.scales[chosen], scales)
+        assert sent.scales.stride(0) == 1, "scales lie by column"
+        return rows[0], rows[1]
+
+    for plain, quantised in on_ranks(mesh, backend, body):
+        assert plain == 8 * TOPK + 2 * hidden
+        assert quantised == 8 * TOPK + hidden + 4 * 3

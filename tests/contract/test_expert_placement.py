@@ -5,11 +5,12 @@ against every expert on one rank.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.testing.suites.parallel import ParallelSuite
@@ -180,6 +181,27 @@ def test_a_token_s_copies_follow_from_its_experts_alone() -> None:
     assert torch.equal(exchange.slots_of(ids[7:8]), whole[7:8])
     used = torch.bincount(whole.flatten(), minlength=len(slots))
     assert bool((used > 0).all())
+
+
+@pytest.mark.parametrize("redundant", [0, 8])
+def test_an_exchange_with_a_kernel_is_given_experts_and_the_table(redundant: int) -> None:
+    """Its kernel replaces them by slots, where it selects and counts; nothing does so before."""
+    slots = place_experts(LOAD, redundant, 4)
+    reference = placed(slots, EXPERTS)
+    ids = tokens_of(50, torch.Generator().manual_seed(1), absent=0.3).ids
+    moved = strategy(0, {"tp": 1, "ep": 1}, object()).expert_exchange("m", len(slots))
+    calls: list[Any] = []
+
+    def kernel(ids: Tensor, first: int, held: int, *more: Any) -> Tensor:
+        calls.append((ids, more[-1]))
+        return reference.slots_of(ids)
+
+    cast(Any, moved)._rank_ids = kernel
+    found = PlacedExchange(slots, EXPERTS, "cpu", cast(Any, moved)).select(ids, None)
+    assert torch.equal(found, reference.select(ids, None))
+    ((given, (table, ways)),) = calls
+    assert given is ids
+    assert table.tolist() == slot_table(slots, EXPERTS, ways)
 
 
 def test_each_copy_has_its_share_of_the_ways() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +20,8 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.protocols import Worker, words_of
 from glowplug.core.startup.grammars import grammar_builder
 from glowplug.core.step.structured import GrammarSpec
+
+ROOT = Path(__file__).parents[2]
 
 
 class Recorder:
@@ -75,3 +81,14 @@ def test_forced_tokens_end_where_the_grammar_leaves_a_choice(one: Any) -> None:
     matcher.fill(mask)
     assert np.unpackbits(mask.view(np.uint8)).sum() > 1
     assert not matcher.forced()
+
+
+def test_grammars_take_no_more_memory_than_they_state() -> None:
+    """The cache of a rank is bounded in the sizes that grammars state."""
+    command = [sys.executable, "-m", "tests.support.grammar_memory", "llguidance"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    for kind, one in json.loads(done.stdout).items():
+        assert one["stated"] / 4 < one["grown"] < one["stated"], (kind, one)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import Shard, VocabularySlices, Worker
 from glowplug.core.testing.suites.sampler import (
     ROWS,
     Driver,
@@ -138,6 +139,43 @@ def on_this_device(vocab: int = 60) -> Driver:
         "cuda" if torch.cuda.is_available() else "cpu"
     )  # on the CPU Triton's interpreter runs it
     return Driver(make_triton(device), vocab, device)
+
+
+class Exchanged:
+    """Collectives of ranks that run one after another, twice; at last all parts are known."""
+
+    def __init__(self, ranks: int) -> None:
+        self.parts: list[torch.Tensor | None] = [None] * ranks
+        self.rank = 0
+
+    def all_gather(self, x: torch.Tensor, axis: str, dim: int = 0) -> torch.Tensor:
+        self.parts[self.rank] = x.clone()
+        return torch.cat([x if part is None else part for part in self.parts], dim)
+
+
+@pytest.mark.parametrize("kind", [make, make_triton])
+def test_greedy_steps_take_slices_of_the_vocabulary(kind: Callable[[str], TorchSampler]) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks, vocab = 3, 61
+    logits = torch.randn(ROWS, vocab, generator=torch.Generator().manual_seed(3)).round()
+    logits[3, 5], logits[10], logits[20, 0] = float("nan"), float("-inf"), float("inf")
+    driver = Driver(kind(device), vocab, device)
+    for row in range(ROWS):
+        driver.join(row, make_params(temperature=0.0, top_k=3))
+    wanted = driver.step(range(ROWS), [2] * ROWS, logits)
+    sampler = driver.sampler
+    collectives: Any = Exchanged(ranks)
+    for rank in [*range(ranks)] * 2:
+        collectives.rank = rank
+        shard = Shard(rank * 21, min(21, vocab - rank * 21), vocab, parts=ranks)
+        sampler.plan_step(decode_batch(range(ROWS), [2] * ROWS))
+        assert sampler.takes_slices(VocabularySlices(shard, collectives))  # type: ignore[attr-defined]
+        own = logits[:, shard.start : shard.start + shard.size]
+        found = driver.again(range(ROWS), [2] * ROWS, own)
+    assert torch.equal(found.tokens, wanted.tokens) and torch.equal(found.bad, wanted.bad)
+    driver.join(1, make_params(temperature=1.0))
+    sampler.plan_step(decode_batch(range(ROWS), [2] * ROWS))
+    assert not sampler.takes_slices(VocabularySlices(shard, collectives))  # type: ignore[attr-defined]
 
 
 WORDS: dict[str | None, list[dict[str, Any]]] = {

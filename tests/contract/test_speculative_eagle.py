@@ -66,7 +66,7 @@ def make(limits: Limits, shape: DraftShape) -> tuple[Eagle, Head]:
     plan = bare_plan(page_size=PAGE, width=shape.tokens, lookahead=1, draft_shape=shape)
     options = EagleOptions(steps=shape.steps, topk=shape.topk)
     algorithm, head = Eagle(options, plan, Worker(dtype=torch.float32)), Head()
-    context: Any = SimpleNamespace(attention=head, draft_extend=DraftExtend())
+    context: Any = SimpleNamespace(attention=head, draft_extend=DraftExtend(), collectives=None)
     assert algorithm.draft_model(context, head, head) is head  # type: ignore[arg-type, comparison-overlap]
     algorithm.reserve(limits)
     return algorithm, head

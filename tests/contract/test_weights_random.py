@@ -9,8 +9,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from glowplug.core.protocols import Worker
+from glowplug.plugins.weights import random_runtime
 from glowplug.plugins.weights.random import RandomOptions
 from glowplug.plugins.weights.random_runtime import RandomSource
 
@@ -84,3 +86,77 @@ def test_fp8_weight_and_scale_give_a_weight_of_fan_in_scale() -> None:
         256**-0.5, rel=0.15
     )
     assert scale.flatten().unique().numel() == 10
+
+
+CUTS = {
+    "rows": (slice(5, 12), slice(None)),
+    "columns": (slice(None), slice(3, 10)),
+    "rows and columns": (slice(2, 13), slice(8, 9)),
+    "one element": (slice(12, 13), slice(16, 17)),
+    "every other row": (slice(1, None, 2), slice(None)),
+    "every third column": (slice(None), slice(2, None, 3)),
+    "no rows": (slice(4, 4), slice(None)),
+    "no columns": (slice(None), slice(17, 17)),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", None),
+        ("lm_head.weight", "float32"),
+        ("model.layers.1.mlp.down_proj.weight", "float8_e4m3fn"),
+        ("model.layers.1.mlp.down_proj.weight_scale_inv", "float32"),
+        ("model.layers.1.mlp.down_proj.weight", "int8"),
+        ("model.layers.1.mlp.down_proj.weight_scale", "float32"),
+        ("model.layers.1.mlp.down_proj.qweight", "int32"),
+        ("model.layers.1.mlp.down_proj.qzeros", "int32"),
+        ("model.layers.1.mlp.down_proj.scales", "float16"),
+    ],
+)
+@pytest.mark.parametrize("piece", [40, 3])
+def test_a_slice_is_that_of_the_whole_tensor(
+    cut: str, name: str, dtype: str | None, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bits agree, for pieces of several rows, of a part of a row and of everything."""
+    made = source(dtype="bfloat16", hidden_size=64)
+    whole = made.read(target(name, 13, 17, dtype=dtype))
+    monkeypatch.setitem(random_runtime.PIECE_NUMBERS, "cpu", piece)
+    got = made.read(target(name, 13, 17, index=CUTS[cut], dtype=dtype))
+    wanted = whole[CUTS[cut]]
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype
+    assert torch.equal(got.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "index"),
+    [
+        ((9,), (slice(2, 7),)),
+        ((4, 5, 6), (slice(1, 3), slice(None), slice(None))),
+        ((4, 5, 6), (slice(1, 3), slice(2, 4), slice(None))),
+        ((4, 5, 6), (slice(1, 3), slice(2, 4), slice(1, 6, 2))),
+        ((4, 5, 6), (slice(None), slice(None), slice(2, 4))),
+    ],
+)
+def test_tensors_of_any_dimension_are_cut(shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
+    made, name = source(), "model.layers.0.x.weight"
+    assert torch.equal(
+        made.read(target(name, *shape, index=index)), made.read(target(name, *shape))[index]
+    )
+
+
+@pytest.mark.parametrize("cut", [(slice(1024), slice(None)), (slice(None), slice(128, 256))])
+def test_only_the_numbers_of_a_slice_are_drawn(
+    cut: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    bits = random_runtime._bits
+
+    def counted(key: int, positions: Tensor) -> Tensor:
+        drawn.append(len(positions))
+        return bits(key, positions)
+
+    monkeypatch.setattr(random_runtime, "_bits", counted)
+    got = source().read(target("model.layers.0.mlp.down_proj.weight", 7168, 2048, index=cut))
+    assert sum(drawn) == got.numel() < 7168 * 2048

@@ -4,12 +4,18 @@
 pair have the same prompts, lengths and seeds, and follow each other at once, so that other work on
 the machine slows both. Without drafts they also have the same number of steps. A share is the speed
 with a schema over the speed without, the median of all pairs.
+
+On the CPU each pair has a third run, which repeats the tokens of the run with the schema without a
+grammar. It divides the share: that of the text is the speed of the third run over the speed without
+a schema, and that of the masks the speed with the schema over the speed of the third run.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -18,9 +24,11 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.step.messages import Stats
 from glowplug.entrypoints.bench.others.draft_settings import settled_stats
 from tests.e2e.structured import QUESTION
+from tests.e2e.structured_repeat import Repeater, repeating
 
 TOKENS = 128  #: tokens of each answer
 BATCHES = (1, 32)
+LENGTH = 512  #: most tokens of a sequence
 #: people, so many that no answer ends before the limit
 SCHEMA: dict[str, Any] = {
     "type": "array",
@@ -50,6 +58,7 @@ class Run:
         steps: steps of the engine.
         tokens: tokens of the answers.
         bubble: share of the time of the steps in which the device waited for the host.
+        answers: the tokens of each answer.
     """
 
     seconds: float
@@ -58,6 +67,22 @@ class Run:
     steps: int
     tokens: int
     bubble: float
+    answers: list[list[int]]
+
+
+@dataclass
+class Pair:
+    """Runs that follow each other.
+
+    Attributes:
+        plain: the run without a schema.
+        masked: the run with the schema.
+        repeated: the run that repeats the tokens of ``masked`` without a grammar; None: not made.
+    """
+
+    plain: Run
+    masked: Run
+    repeated: Run | None
 
 
 def one_run(llm: LLM, batch: int, schema: dict[str, Any] | None) -> Run:
@@ -74,11 +99,12 @@ def one_run(llm: LLM, batch: int, schema: dict[str, Any] | None) -> Run:
     ended = time.perf_counter(), time.thread_time(), time.process_time()
     seconds, cpu, process = (end - start for start, end in zip(begun, ended))
     after = settled_stats(llm)
-    tokens = sum(len(answer.token_ids) for answer in answers)
+    ids = [list(answer.token_ids) for answer in answers]
+    tokens = sum(map(len, ids))
     assert tokens == batch * TOKENS, "every answer reaches the limit"
     spent = after.step_seconds - before.step_seconds
     bubble = (after.bubble_seconds - before.bubble_seconds) / spent if spent else 0.0
-    return Run(seconds, cpu, process, after.steps - before.steps, tokens, bubble)
+    return Run(seconds, cpu, process, after.steps - before.steps, tokens, bubble, ids)
 
 
 def engine(library: str, device: str, model: str, drafts: dict[str, Any]) -> LLM:
@@ -87,14 +113,14 @@ def engine(library: str, device: str, model: str, drafts: dict[str, Any]) -> LLM
         "grammar": {"use": library},
         "cache": {"use": "none"},
         "scheduler": {"max_running_requests": max(BATCHES)},
-        "context_length": 512,
+        "context_length": LENGTH,
         **drafts,
     }
     if drafts:  # both runs of a pair draft as many tokens
         config["speculative"] = {**drafts["speculative"], "adaptive": False}
     if device != "cpu":
         config["graphs"] = {"use": "cuda_graph", "batch_sizes": list(BATCHES)}
-        config["memory"] = {"kv_tokens": max(BATCHES) * 512}
+        config["memory"] = {"kv_tokens": max(BATCHES) * LENGTH}
     return LLM(model, **config)
 
 
@@ -104,58 +130,81 @@ def cost(
     """Measure ``pairs`` pairs at each batch size, with each kind of drafts; print each row."""
     rows = []
     for name, config in drafts.items():
-        with engine(library, device, model, config) as llm:
+        samplers = repeating(max(BATCHES), LENGTH) if device == "cpu" else nullcontext()
+        with samplers as repeater, engine(library, device, model, config) as llm:
             for batch in BATCHES:
                 for schema in (None, SCHEMA):
                     one_run(llm, batch, schema)  # warms up
                 before = settled_stats(llm)
-                found = [one_pair(llm, batch, number % 2 == 0) for number in range(pairs)]
+                found = [one_pair(llm, batch, number % 2 == 0, repeater) for number in range(pairs)]
                 row = {"device": device, "model": model, "drafts": name, "batch": batch}
-                wall = sum(masked.seconds for _, masked in found)
+                wall = sum(pair.masked.seconds for pair in found)
                 rows.append(row | summary(found) | masks(before, settled_stats(llm), wall))
                 print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def one_pair(llm: LLM, batch: int, plain_first: bool) -> tuple[Run, Run]:
-    """Return a run without and a run with the schema; ``plain_first``: in this order."""
-    if plain_first:
-        plain = one_run(llm, batch, None)
-        return plain, one_run(llm, batch, SCHEMA)
+def one_pair(llm: LLM, batch: int, plain_first: bool, repeater: Repeater | None) -> Pair:
+    """Return the runs of a pair; ``plain_first``: the run without the schema comes first."""
+    plain = one_run(llm, batch, None) if plain_first else None
     masked = one_run(llm, batch, SCHEMA)
-    return one_run(llm, batch, None), masked
+    repeated = None
+    if repeater is not None:
+        repeater.answers = dict(enumerate(masked.answers))
+        repeated = one_run(llm, batch, None)
+        repeater.answers = {}
+        assert repeated.answers == masked.answers, "the third run has the same text"
+    return Pair(plain or one_run(llm, batch, None), masked, repeated)
 
 
-def summary(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
+def summary(pairs: list[Pair]) -> dict[str, Any]:
     """Return the speeds, and the shares of the speed that are left with the schema."""
+    plain = [pair.plain for pair in pairs]
+    masked = [pair.masked for pair in pairs]
+    repeated = [pair.repeated for pair in pairs if pair.repeated is not None]
+    sides = {"without": plain, "with": masked}
+    if repeated:
+        sides["repeated"] = repeated
 
-    def share(quantity: str, per: str) -> float:
-        return median(
-            (getattr(plain, quantity) / getattr(plain, per))
-            / (getattr(masked, quantity) / getattr(masked, per))
-            for plain, masked in pairs
-        )
+    def each(value: Callable[[Run], float], digits: int | None) -> dict[str, float]:
+        return {name: round(median(map(value, runs)), digits) for name, runs in sides.items()}
 
-    sides = dict(zip(("without", "with"), zip(*pairs)))
+    parts = {
+        "share_of_steps_of_the_text": round(share(plain, repeated, "seconds", "steps"), 4),
+        "share_of_steps_of_the_masks": round(share(repeated, masked, "seconds", "steps"), 4),
+    } if repeated else {}  # fmt: skip
     return {
         "pairs": len(pairs),
-        "tokens_per_second": {
-            name: round(median(run.tokens / run.seconds for run in runs), 1)
-            for name, runs in sides.items()
-        },
-        "steps": {name: round(median(run.steps for run in runs)) for name, runs in sides.items()},
-        "share_of_tokens_per_second": round(share("seconds", "tokens"), 4),
-        "share_of_steps_per_second": round(share("seconds", "steps"), 4),
-        "share_of_steps_per_cpu_second": round(share("cpu", "steps"), 4),
-        "share_of_steps_per_cpu_second_of_all_threads": round(share("process", "steps"), 4),
+        "tokens_per_second": each(lambda run: run.tokens / run.seconds, 1),
+        "steps": each(lambda run: run.steps, None),
+        "share_of_tokens_per_second": round(share(plain, masked, "seconds", "tokens"), 4),
+        "share_of_steps_per_second": round(share(plain, masked, "seconds", "steps"), 4),
+        "share_of_steps_per_cpu_second": round(share(plain, masked, "cpu", "steps"), 4),
+        "share_of_steps_per_cpu_second_of_all_threads": round(
+            share(plain, masked, "process", "steps"), 4
+        ),
         "share_of_steps_of_each_pair": [
-            round(plain.seconds / plain.steps / (masked.seconds / masked.steps), 3)
-            for plain, masked in pairs
+            round(share([one], [other], "seconds", "steps"), 3) for one, other in zip(plain, masked)
         ],
-        "bubble": {
-            name: round(median(run.bubble for run in runs), 4) for name, runs in sides.items()
-        },
+        **parts,
+        "bubble": each(lambda run: run.bubble, 4),
     }
+
+
+def share(fast: list[Run], slow: list[Run], quantity: str, per: str) -> float:
+    """Return the speed of ``slow`` over that of ``fast``, the median of the pairs.
+
+    Args:
+        fast: runs.
+        slow: the runs of the same pairs.
+        quantity: the field of a run that the speed divides by.
+        per: the field of a run that is counted.
+    """
+    return median(
+        (getattr(one, quantity) / getattr(one, per))
+        / (getattr(other, quantity) / getattr(other, per))
+        for one, other in zip(fast, slow)
+    )
 
 
 def masks(before: Stats, after: Stats, wall: float) -> dict[str, Any]:

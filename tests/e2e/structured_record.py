@@ -1,6 +1,9 @@
 """The record of structured output: 200 random schemas in every combination, and the masks' cost.
 
 python -m tests.e2e.structured_record --out docs/benchmarks/structured-output.json
+
+``--library xgrammar`` fills the section of that library.
+Each part of a library has the conditions of its last run: commit, date, versions and load.
 """
 
 from __future__ import annotations
@@ -8,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
+import shlex
+import sys
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,9 +23,11 @@ import psutil
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import RequestError
-from glowplug.core.facts.machine import installed
+from glowplug.core.facts.machine import installed, usable_cores
+from glowplug.entrypoints.bench.others.conditions import conditions
 from tests.e2e.structured import run
 from tests.e2e.structured_cost import cost
+from tests.e2e.structured_forced import forced
 from tests.e2e.structured_gaps import gaps
 from tests.support.hostile_grammars import HOSTILE
 
@@ -35,6 +42,7 @@ LAYOUTS: dict[int, dict[str, Any]] = {
 }
 KEYS = ("ranks", "drafts", "reasoning", "streamed")
 PAIRS = 7  #: pairs of runs with and without a schema
+FORCED_SCHEMAS = 16  #: schemas of each kind with and without forced tokens as drafts
 
 
 def combinations(library: str, count: int, record: dict[str, Any], out: Path) -> None:
@@ -70,10 +78,20 @@ def combinations(library: str, count: int, record: dict[str, Any], out: Path) ->
 def write(out: Path, library: str, part: dict[str, Any]) -> None:
     """Put ``part`` into the record of ``library`` in the file ``out``."""
     whole = json.loads(out.read_text()) if out.exists() else {}
-    whole["machine"] = {"cores": os.cpu_count(), "python": platform.python_version()}
-    whole["packages"] = {name: installed(name) for name in ("torch", "llguidance", "xgrammar")}
     whole[library] = part
     out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def circumstances(device: str) -> dict[str, Any]:
+    """Return the conditions of a part that begins now, with the load of the machine."""
+    found = conditions(device)
+    libraries = {name: installed(name) for name in ("llguidance", "xgrammar")}
+    return found | {
+        "command": shlex.join(["python", "-m", "tests.e2e.structured_record", *sys.argv[1:]]),
+        "packages": found["packages"] | {name: one for name, one in libraries.items() if one},
+        "cores": usable_cores(),
+        "load": [round(one, 2) for one in os.getloadavg()],
+    }
 
 
 def hostile(library: str) -> dict[str, Any]:
@@ -103,31 +121,42 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--library", default="llguidance")
     parser.add_argument("--schemas", type=int, default=200)
-    parser.add_argument(
-        "--part", choices=["all", "cost", "gaps", "hostile", "schemas"], default="all"
-    )
+    parser.add_argument("--part", choices=["all", *PARTS, "schemas"], default="all")
     parser.add_argument("--device", default="cpu", help="of the cost")
     parser.add_argument("--model", default="embedded", help="of the cost; it has a tokenizer")
     parser.add_argument(
         "--drafts", nargs="+", choices=list(DRAFTS), default=["none"], help="of the cost"
     )
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="of the cost")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="of the cost and the gaps")
     args = parser.parse_args()
     whole = json.loads(args.out.read_text()) if args.out.exists() else {}
     part = whole.get(args.library, {})
-    if args.part in ("all", "cost"):
-        drafts = {name: DRAFTS[name] for name in args.drafts}
-        name = "cost" if args.device == "cpu" else f"cost_{args.device}"
-        part[name] = cost(args.library, args.device, args.model, drafts, args.pairs)
-        write(args.out, args.library, part)
-    if args.part in ("all", "hostile"):
-        part["hostile"] = hostile(args.library)
-        write(args.out, args.library, part)
-    if args.part in ("all", "gaps"):
-        part["gaps"] = gaps(args.library, args.pairs)
-        write(args.out, args.library, part)
+    known = part.setdefault("conditions", {})
+    for name, measure in PARTS.items():
+        if args.part in ("all", name):
+            cuda = name == "cost" and args.device != "cpu"
+            key = f"{name}_{args.device}" if cuda else name
+            began = circumstances("cuda" if cuda else "cpu")
+            part[key] = measure(args)
+            known[key] = began
+            write(args.out, args.library, part)
     if args.part in ("all", "schemas"):
+        known["schemas"] = circumstances("cpu")
         combinations(args.library, args.schemas, part, args.out)
+
+
+def _cost(args: argparse.Namespace) -> list[dict[str, Any]]:
+    drafts = {name: DRAFTS[name] for name in args.drafts}
+    return cost(args.library, args.device, args.model, drafts, args.pairs)
+
+
+#: part of the record -> its measurement
+PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "cost": _cost,
+    "hostile": lambda args: hostile(args.library),
+    "gaps": lambda args: gaps(args.library, args.pairs),
+    "forced": lambda args: forced(args.library, DRAFTS["chain"], FORCED_SCHEMAS),
+}
 
 
 if __name__ == "__main__":

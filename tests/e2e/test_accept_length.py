@@ -215,8 +215,8 @@ def spoil(ranks: RankSet, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Make the first row of logits NaN on every rank while the returned list is not empty."""
     on: list[bool] = []
     for rank in ranks.engines:
-        model = rank.runner.model
-        honest = model.logits
+        logits = rank.runner.step_logits
+        honest = logits.of
 
         def spoilt(hidden: torch.Tensor, honest: Any = honest) -> torch.Tensor:
             scores: torch.Tensor = honest(hidden)
@@ -224,7 +224,7 @@ def spoil(ranks: RankSet, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
                 scores[0] = float("nan")
             return scores
 
-        monkeypatch.setattr(model, "logits", spoilt)
+        monkeypatch.setattr(logits, "of", spoilt)
     return on
 
 

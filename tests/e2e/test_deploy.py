@@ -211,6 +211,22 @@ def plan(manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return manifest.plan(tmp_path)
 
 
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_kubernetes_knows_every_field(path: Path) -> None:
+    """Against the oldest version that runs ``preStop.sleep`` by default, and the newest one."""
+    schemas = pytest.importorskip(
+        "kubernetes_validate", reason="pip install kubernetes-validate to run it"
+    )
+    objects = list(yaml.safe_load_all(path.read_text()))
+    for version in ("1.30", schemas.latest_version()):
+        for one in objects:
+            schemas.validate(one, version, strict=True)
+    wrong = yaml.safe_load(yaml.safe_dump(objects[1]))
+    wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(wrong, "1.30", strict=True)
+
+
 def test_there_is_one_for_one_gpu_and_one_for_several() -> None:
     counts = [
         Manifest(path).container["resources"]["limits"]["nvidia.com/gpu"] for path in MANIFESTS

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.fake_engine import FakeExecutor
@@ -129,9 +130,12 @@ def test_leaving_before_the_body_is_complete(server: Served) -> None:
     assert HTTP.get(server.url + "/health").status_code == 200
 
 
-def test_a_hundred_and_fifty_leavers_leave_nothing(server: Served) -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_leavers_leave_nothing(server: Served, count: int) -> None:
     """Clients leave before the first token, in the middle and at the end."""
-    for i in range(150):
+    server.wait_idle()
+    files = psutil.Process().num_fds()
+    for i in range(count):
         body = {**CALLS["chat"][1], "max_tokens": 3, "stream": bool(i % 2)}
         connection = open_request(server, CALLS["chat"][0], body)
         time.sleep(0.001 * (i % 20))
@@ -139,6 +143,7 @@ def test_a_hundred_and_fifty_leavers_leave_nothing(server: Served) -> None:
     server.wait_idle()
     until(lambda: not server.context.jobs.running, "the last job is over")
     assert not server.context.client._mail and not server.context.client._requests
+    until(lambda: psutil.Process().num_fds() <= files, "every connection is closed")
 
 
 def abort(server: Served, **body: Any) -> None:

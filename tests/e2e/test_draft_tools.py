@@ -47,6 +47,11 @@ def test_drafts_of_one_size_for_a_configuration() -> None:
     }
     assert made["scheduler"] == {"chunk_size": 9, "max_running_requests": 2}
     assert drafting_config(config, NO_DRAFTS, 1)["speculative"] == {"use": "none"}
+    rates = (0.9, 0.5, 0.1)
+    simulated = drafting_config(config, DraftShape.chain(2), 1, rates)
+    assert simulated["speculative"]["simulate_accept_rates"] == [0.9, 0.5]
+    assert simulated["benchmark"] is True
+    assert drafting_config(config, NO_DRAFTS, 1, rates)["speculative"] == {"use": "none"}
 
 
 def test_bench_records_every_combination(
@@ -72,8 +77,11 @@ def test_bench_records_every_combination(
         assert one["speed"] == pytest.approx(one["tokens_per_s"] / 2, rel=0.01)
     assert "accept_length" in capsys.readouterr().out
     output.unlink()
-    assert main([*command, "--start", "1", "--end", "2"]) == 0
-    assert [json.loads(line)["steps"] for line in output.read_text().splitlines()] == [1]
+    chosen = ["--start", "1", "--end", "2", "--simulate-accept-rates", "1,0.5"]
+    assert main([*command, *chosen]) == 0
+    (again,) = map(json.loads, output.read_text().splitlines())
+    assert (again["steps"], again["accept_length"]) == (1, 2.0), "every first draft is accepted"
+    assert main([*command, "--simulate-accept-length", "0.5"]) == 2
     assert main([*command, "--start", "3"]) == 2
 
 
@@ -101,6 +109,21 @@ def test_f18_tune_writes_a_table_that_an_engine_takes(
     assert "measured with other options" in capsys.readouterr().err
 
 
+def test_tune_simulates_an_acceptance(
+    tmp_path: Path, prompts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another acceptance is another measurement."""
+    output = tmp_path / "costs.json"
+    command = ["tune", "speculative", *ENGINE, *SMALL, *prompts, "--output", str(output)]
+    command += ["--batch-size", "1", "--steps", "1", "--topk", "1", "--num-draft-tokens", "2"]
+    assert main([*command, "--simulate-accept-length", "2.6"]) == 0
+    lengths = [one["accept_length"] for one in json.loads(output.read_text())["measured"]]
+    assert lengths == [1.0, 2.0], "one draft gains two tokens at most"
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "measured with other options" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -109,6 +132,10 @@ def test_f18_tune_writes_a_table_that_an_engine_takes(
         (["speculative", "--batch-size", "0"], "a number below 1"),
         (["speculative", "--topk", "1", "--steps", "3", "--num-draft-tokens", "2"], "no size"),
         (["dense", "--steps", "1"], "a tuner of kernels has no option --steps"),
+        (
+            ["dense", "--simulate-accept-length", "2"],
+            "a tuner of kernels has no option --simulate-accept-length",
+        ),
     ],
 )
 def test_options_of_other_tuners_are_refused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.errors import PlanRefused
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 from glowplug.entrypoints.front.llm import Completion
 from tests.e2e.cuts import CUTS
 from tests.models.test_parity_deepseek import V3
 from tests.plugins import accepting, replaying_runtime
+from tests.support import draft_requests
 from tests.support.combinations import plugins
 from tests.support.eagle import (
     DEEPSEEK_3,
@@ -29,6 +31,7 @@ from tests.support.eagle import (
     head_tensors,
     teacher,
     write_head,
+    write_random_head,
 )
 from tests.support.parity import COMMON, Reference, write
 
@@ -287,9 +290,24 @@ def test_a_teacher_is_always_accepted(tmp_path: Path, kind: str) -> None:
     assert accepting.take() == [[1] + [STEPS + 1] * 5]
 
 
-def test_ranks_gain_the_same(tmp_path: Path) -> None:
+RANKS = {"tp2": {"tensor": 2}, "dp2": {"tensor": 2, "ep_moe": 2, "dp_attention": 2}}
+
+
+@pytest.mark.parametrize(
+    ("form", "knobs", "layouts"),
+    [
+        ("deepseek-3", {"steps": 2}, RANKS),
+        ("deepseek-3", {"steps": 2, "topk": 3}, RANKS),
+        ("llama-1", {"steps": 2, "draft_vocabulary": VOCAB}, ["tp2"]),
+        ("llama-3", {"steps": 2, "topk": 3}, ["tp2"]),
+    ],
+    ids=["chain", "tree", "llama-1", "llama-3 tree"],
+)
+def test_ranks_gain_the_same(
+    tmp_path: Path, form: str, knobs: dict[str, int], layouts: Iterable[str]
+) -> None:
     """Split models, and groups of ranks of which some have no work, accept the same drafts."""
-    model = make_model(tmp_path, "deepseek-3")
+    model = make_model(tmp_path, form)
     config: dict[str, Any] = {
         "model": str(model.target),
         "skip_tokenizer": True,
@@ -301,21 +319,67 @@ def test_ranks_gain_the_same(tmp_path: Path) -> None:
         "speculative": {
             "use": "eagle",
             "adaptive": False,
-            "steps": 2,
             "draft_model": str(model.head),
+            **knobs,
         },
     }
     found = {}
-    for name, sizes in (
-        ("one", {}),
-        ("tp2", {"tensor": 2}),
-        ("dp2", {"tensor": 2, "ep_moe": 2, "dp_attention": 2}),
-    ):
+    for name in ("one", *layouts):
+        sizes = RANKS.get(name, {})
         parallel = [{"use": use, "size": size} for use, size in sizes.items()]
         more = {"parallel": parallel} if parallel else {}
         with RankSet(rank_plan({**config, **more}, plugins()), plugins()) as ranks:
             ranks.run([submit(i, prompt, 12) for i, prompt in enumerate(prompts()[:5])])
             ranks.check_idle()
             found[name] = [(ranks.collected[i].tokens, ranks.collected[i].counts) for i in range(5)]
-    assert found["tp2"] == found["one"] and found["dp2"] == found["one"]
+    assert all(found[name] == found["one"] for name in layouts)
     assert any(count > 1 for _, counts in found["one"] for count in counts[1:])
+
+
+def test_drafts_from_a_file_of_all_tokens_are_those_of_the_whole_head(
+    model: Model, tmp_path: Path
+) -> None:
+    """Heads that draft all tokens read the target's head, or rows of it, in the same way."""
+    path = tmp_path / "ids.json"
+    path.write_text(str(list(range(VOCAB))))
+    mapped: dict[str, Any] = {"speculative": {"draft_vocabulary": str(path)}}
+    if "draft_vocab_size" in (model.head / "config.json").read_text():
+        with pytest.raises(PlanRefused, match="9 of 12 tokens"):
+            engine(model, **mapped)
+        return
+    found = []
+    for config in ({}, mapped):
+        with engine(model, **config) as llm:
+            answers = tokens(llm.generate(prompts(), GREEDY))
+            found.append((answers, llm.stats.accepted_tokens, llm.stats.drafted_tokens))
+    assert found[0] == found[1] and found[0][1] > 0
+
+
+@pytest.mark.parametrize("knobs", [{"steps": 2}, {"steps": 2, "topk": 3}], ids=["chain", "tree"])
+def test_drawn_tokens_follow_the_targets_distribution(
+    folder: Path, plain_v3: LLM, knobs: dict[str, int]
+) -> None:
+    drafts = {"use": "eagle", "adaptive": False, "draft_model": str(write_random_head(folder))}
+    with draft_requests.engine(folder, 0, speculative={**drafts, **knobs}) as llm:
+        draft_requests.follows_distribution(llm, plain_v3, 500)
+
+
+def test_thirty_two_rows_at_a_time(folder: Path, plain_v3: LLM) -> None:
+    """Rows of all lengths, with trees of drafts, keep the tokens of an engine without drafts."""
+    rng = np.random.default_rng(6)
+    many = [rng.integers(2, VOCAB, int(size)).tolist() for size in rng.integers(1, 40, 32)]
+    drafts = {"use": "eagle", "adaptive": False, "draft_model": str(write_random_head(folder))}
+    drafts |= {"steps": 3, "topk": 3, "draft_tokens": 8}
+    rows = {"max_running_requests": 32}
+    with draft_requests.engine(folder, 0, speculative=drafts, scheduler=rows) as llm:
+        found = llm.generate(many, GREEDY)
+        assert llm.stats.accepted_tokens > 0 and llm.stats.steps < 32
+        draft_requests.all_pages_are_back(llm)
+    assert tokens(found) == tokens(plain_v3.generate(many, GREEDY))
+
+
+@pytest.fixture(scope="module")
+def plain_v3(folder: Path) -> Iterator[LLM]:
+    """Return an engine without drafts of the random model in ``folder``."""
+    with draft_requests.engine(folder, 0) as llm:
+        yield llm

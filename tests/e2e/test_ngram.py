@@ -19,6 +19,7 @@ from glowplug.models.embedded.tasks import held_out_tasks
 from tests.e2e.cuts import CUTS
 from tests.plugins import accepting, replaying_runtime
 from tests.support.combinations import Combination
+from tests.support.draft_requests import follows_distribution
 from tests.support.tiny import write_config
 
 VOCAB = 12  #: so few that an answer often continues like an earlier part of the text
@@ -202,6 +203,12 @@ def test_the_embedded_model_accepts_drafts_when_it_copies(shape: str) -> None:
     length = 1 + stats.accepted_tokens / (stats.drafted_tokens / (width - 1))
     print(f"{shape}: accept length {length:.2f}")
     assert length >= 1.8
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drawn_tokens_follow_the_targets_distribution(folder: Path, shape: str) -> None:
+    with engine(folder, SHAPES[shape]) as llm, engine(folder, None) as plain:
+        follows_distribution(llm, plain, 400)
 
 
 def test_a_vocabulary_below_the_most_log_probabilities_has_all_of_them(folder: Path) -> None:

@@ -11,7 +11,8 @@ from _pytest.mark.structures import ParameterSet
 
 from glowplug.entrypoints.cli.flags.table import FLAGS
 from tests.support import published_commands as published
-from tests.support.published_commands import LINES, PROGRAMS, TOOLS
+from tests.support.published_commands import LINES, PROGRAMS
+from tests.support.published_tools import TOOLS, Tool, tool_text
 from tests.support.source_tree import ROOT
 
 PAGE = ROOT / "docs" / "published-commands.md"
@@ -77,7 +78,13 @@ def test_a_published_line_is_planned_and_run_as_the_page_states(line: published.
     assert row in PAGE.read_text().splitlines(), f"run `make docs`: {row}"
 
 
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.ours[:40])
-def test_a_published_tool_is_another_command_as_the_page_states(tool: published.Tool) -> None:
-    row = row_of(tool.source, tool.published, f"`glowplug {tool.ours}`", published.tool_text(tool))
+def marked_tool(tool: Tool) -> ParameterSet:
+    """Return a tool as a parameter; those that compile are slow."""
+    slow = any("--enable-torch-compile" in run for run in tool.runs)
+    return pytest.param(tool, id=tool.published[:40], marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("tool", map(marked_tool, TOOLS))
+def test_a_published_tool_is_another_command_as_the_page_states(tool: Tool) -> None:
+    row = row_of(tool.source, tool.published, tool.ours, tool_text(tool))
     assert row in PAGE.read_text().splitlines(), f"run `make docs`: {row}"

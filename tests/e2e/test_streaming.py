@@ -203,8 +203,8 @@ def test_two_hundred_streams_finish(server: Served) -> None:
 
 
 @contextmanager
-def reading_nothing(one: Served) -> Iterator[None]:
-    """Yield a client whose stream has filled every buffer on its way, so that the server cannot
+def reading_nothing(one: Served) -> Iterator[socket.socket]:
+    """Yield a connection whose stream has filled every buffer on its way, so that the server cannot
     write to it.
     """
     with socket.socket() as slow:
@@ -225,7 +225,7 @@ def reading_nothing(one: Served) -> Iterator[None]:
         until(
             lambda: any(each.flow.write_paused for each in list(connections)), "a write is blocked"
         )
-        yield
+        yield slow
 
 
 def test_a_client_that_does_not_read_slows_no_other_down() -> None:

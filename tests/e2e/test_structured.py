@@ -41,7 +41,8 @@ def checks() -> Iterator[dict[str, GrammarChecks]]:
 def engine(checks: dict[str, GrammarChecks], monkeypatch: pytest.MonkeyPatch) -> Any:
     def opened(**config: Any) -> LLM:
         llm = LLM(**{**SMALL, **config})
-        shared = checks.setdefault("one", llm._grammars)
+        library = config.get("grammar", {}).get("use", "llguidance")
+        shared = checks.setdefault(library, llm._grammars)
         shared._kinds = llm._grammars._kinds
         llm._grammars = shared
         monkeypatch.setattr(shared, "close", lambda: None)
@@ -66,6 +67,20 @@ def test_every_finished_answer_follows_its_schema(engine: Any, config: dict[str,
         assert found.wrong == [] and found.finished > 0
     assert streamed.texts == whole.texts[:2]
     assert all("</think>" in text for text in thought.texts)
+
+
+def test_xgrammar_follows_schemas_with_drafts(engine: Any) -> None:
+    pytest.importorskip("xgrammar")
+    seeds = range(4)
+    texts = []
+    for config in ({}, CHAIN, TREE):
+        with engine(**config, grammar={"use": "xgrammar"}) as llm:
+            found = run(llm, seeds, streamed=False, thinking=False, max_tokens=160)
+            assert llm.stats.masked_steps > 0 and llm.stats.mask_waits == 0
+            assert llm.control("check")
+        assert found.wrong == [] and found.finished > 0
+        texts.append(found.texts)
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_drafts_overlap_and_recomputation_change_no_answer(engine: Any) -> None:
@@ -212,13 +227,19 @@ def forced_steps(
     return [answer.text for answer in answers], steps
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("library", "overlap"), [("llguidance", True), ("llguidance", False), ("xgrammar", True)]
+)
 def test_forced_tokens_are_drafted(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool
+    engine: Any, monkeypatch: pytest.MonkeyPatch, library: str, overlap: bool
 ) -> None:
-    scheduler = {"max_running_requests": 8, "overlap": overlap}
-    fixed = {"speculative": {**CHAIN["speculative"], "adaptive": False}, "scheduler": scheduler}
-    plain, all_steps = forced_steps(engine, monkeypatch, True, scheduler=scheduler)
+    pytest.importorskip(library)
+    same = {
+        "scheduler": {"max_running_requests": 8, "overlap": overlap},
+        "grammar": {"use": library},
+    }
+    fixed = {"speculative": {**CHAIN["speculative"], "adaptive": False}, **same}
+    plain, all_steps = forced_steps(engine, monkeypatch, True, **same)
     drafted, without = forced_steps(engine, monkeypatch, False, **fixed)
     texts, steps = forced_steps(engine, monkeypatch, True, **fixed)
     assert texts == drafted == plain

@@ -17,6 +17,7 @@ from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, sub
 from glowplug.entrypoints.front.llm import Completion
 from tests.plugins import switching
 from tests.support.draft_requests import GREEDY, VOCAB, all_pages_are_back, features, prompts, same
+from tests.support.eagle import write_random_head
 from tests.support.layouts import layout
 from tests.support.tiny import write_config
 
@@ -53,6 +54,8 @@ def config_of(folder: Path, drafts: dict[str, Any], **changes: Any) -> dict[str,
         if drafts.get("use") == "standalone":
             draft = write_config(folder.parent / "draft", "llama", vocab_size=VOCAB)
             own["draft_model"] = str(draft)
+        if drafts.get("use") == "eagle":
+            own["draft_model"] = str(write_random_head(folder))
         config["speculative"] = {"use": "nextn", **drafts, **own}
         config["scheduler"] = {"use": "switching", **config.get("scheduler", {})}
     return config
@@ -67,22 +70,28 @@ def wanted(folder: Path) -> Iterator[tuple[list[Completion], list[Completion]]]:
 DRAFTS: dict[str, tuple[dict[str, Any], set[int]]] = {
     "one": ({"steps": 1}, {1, 2}),
     "chain": ({"steps": 3}, {1, 2, 4}),
-    "tree": ({"steps": 3, "topk": 3, "draft_tokens": 8}, {1, 4, 8}),
+    "tree": ({"steps": 3, "topk": 3, "draft_tokens": 8}, {1, 2, 4, 8}),
     "ngram": ({"use": "ngram", "steps": 3}, {1, 2, 4}),
     "ngram_tree": (
         {"use": "ngram", "steps": 3, "topk": 3, "draft_tokens": 8},
-        {1, 4, 8},
+        {1, 2, 4, 8},
     ),
     "standalone": ({"use": "standalone", "steps": 3}, {1, 2, 4}),
     "standalone_tree": (
         {"use": "standalone", "steps": 3, "topk": 3, "draft_tokens": 8},
-        {1, 4, 8},
+        {1, 2, 4, 8},
     ),
+    "eagle": ({"use": "eagle", "steps": 3}, {1, 2, 4}),
+    "eagle_tree": ({"use": "eagle", "steps": 3, "topk": 3, "draft_tokens": 8}, {1, 2, 4, 8}),
 }
+#: variants of algorithms that share all but the draft's passes with one that runs in every variant
+FEW = {"eagle": ("no_cache", "graphs"), "eagle_tree": ("no_cache", "chunked")}
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "drafts"),
+    [(variant, drafts) for drafts in DRAFTS for variant in FEW.get(drafts, VARIANTS)],
+)
 def test_same_tokens_while_sizes_switch(
     folder: Path,
     wanted: tuple[list[Completion], list[Completion]],
@@ -101,8 +110,15 @@ def test_same_tokens_while_sizes_switch(
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlap"])
+@pytest.mark.parametrize(
+    ("overlap", "drafts"),
+    [
+        pytest.param(overlap, drafts, id=f"{'overlap' if overlap else 'in_turn'}-{drafts}")
+        for drafts in DRAFTS
+        for overlap in (False, True)
+        if overlap or drafts not in FEW
+    ],
+)
 def test_preempted_requests_keep_their_tokens(folder: Path, overlap: bool, drafts: str) -> None:
     every = [
         params.replace(max_tokens=80, min_tokens=70 if params.min_tokens else 0)
@@ -115,7 +131,7 @@ def test_preempted_requests_keep_their_tokens(folder: Path, overlap: bool, draft
         "memory": {"kv_tokens": 208},
         "scheduler": {"overlap": overlap},
     }
-    if drafts in ("tree", "standalone_tree"):
+    if drafts in ("tree", "standalone_tree", "eagle_tree"):
         small["memory"] = {"kv_tokens": 256}
     with LLM(plugins=PLUGINS, **config_of(folder, DRAFTS[drafts][0], **small)) as llm:
         same(llm.generate(prompts(), every), wanted)

@@ -1,9 +1,11 @@
-"""Faults of files: a device that cannot read, and a full one."""
+"""Faults of files: a device that cannot read, a full one, folders that cannot be written."""
 
 from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.errors import RequestError, WeightError
+from glowplug.core.errors import GlowplugError, RequestError, WeightError
+from glowplug.core.facts.machine import software
+from glowplug.entrypoints.cli.main import main
 from glowplug.plugins.weights.direct_read import DirectReader, Span, blocks_of
 from tests.support.tiny import write_config
 
@@ -63,3 +67,47 @@ def test_a_full_disk_while_a_trace_is_written(
         assert llm.generate([[5, 6]], params)[0].token_ids == answer
         llm.control("profile_start", label="again")
         assert (tmp_path / "traces" / llm.control("profile_stop")["file"]).exists()
+
+
+@pytest.mark.skipif(not software(()).cxx, reason="needs a C++ compiler")
+def test_a_kernel_cache_that_cannot_be_written_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder lies below a file, which also root cannot write."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "kernels"
+    with pytest.raises(GlowplugError, match="cannot be kept") as refused:
+        LLM(
+            model=str(write_config(tmp_path, "v3")),
+            weights={"use": "random"},
+            skip_tokenizer=True,
+            device="cpu",
+            ops={"use": "torch_compile", "cache_dir": str(folder)},
+            memory={"kv_tokens": 256},
+        )
+    for part in (str(folder), "ops.cache_dir", 'ops.use = "auto"'):
+        assert part in str(refused.value)
+
+
+def test_a_triton_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "kernels"
+    script = "from triton.runtime.cache import get_cache_manager; get_cache_manager('0' * 64)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TRITON_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode and str(folder) in done.stderr.splitlines()[-1]
+
+
+def test_the_flag_of_a_soft_watchdog_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--model", "embedded", "--soft-watchdog-timeout", "60"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "soft-watchdog-timeout" in error and "--watchdog-timeout SECONDS" in error

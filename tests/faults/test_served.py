@@ -12,11 +12,13 @@ import httpx
 import psutil
 import pytest
 
+from glowplug.core.protocols import OutputRequest
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.served_folder import write_served
 from tests.e2e.serving import HTTP, gauge, served
 from tests.e2e.test_errors import refused
 from tests.e2e.test_served_model import Serving, request, send_only, serving
+from tests.e2e.test_streaming import reading_nothing
 from tests.support.waiting import LIMIT, until
 
 CHAT = "/v1/chat/completions"
@@ -81,6 +83,60 @@ def test_queue_timeout(narrow: Serving) -> None:
     assert HTTP.post(narrow.url + CHAT, json=request()).status_code == 200
 
 
+def test_an_engine_process_that_is_stopped_is_unhealthy_until_it_continues(
+    narrow: Serving,
+) -> None:
+    """Requests wait meanwhile, and are answered afterwards."""
+    family = narrow.process.children(recursive=True)
+    engine = max(family, key=lambda process: process.memory_info().rss)
+    answers: list[httpx.Response] = []
+    body = request()
+    waiting = threading.Thread(
+        target=lambda: answers.append(HTTP.post(narrow.url + CHAT, json=body))
+    )
+    assert HTTP.get(narrow.url + "/health").status_code == 200
+    engine.suspend()
+    try:
+        waiting.start()
+        until(lambda: HTTP.get(narrow.url + "/health").status_code == 503, "it is unhealthy")
+        for path in ("/health", "/ready"):
+            assert refused(HTTP.get(narrow.url + path), 503)["code"] == "engine_dead"
+    finally:
+        engine.resume()
+    until(lambda: HTTP.get(narrow.url + "/ready").status_code == 200, "it is ready again")
+    waiting.join(LIMIT)
+    assert answers[0].status_code == 200
+    assert HTTP.get(narrow.url + "/health").status_code == 200
+
+
+def test_a_client_that_reads_a_byte_at_a_time_is_dropped_alone() -> None:
+    """Five bytes a second never empty the buffers: the write stays blocked, what waits for it is
+    bounded, and another client is answered meanwhile.
+    """
+    executor = FakeExecutor(step_seconds=0.0002)
+    over = threading.Event()
+    with served(executor, context=1 << 20, server={"stall_timeout": 1.5}) as one:
+        with reading_nothing(one) as slow:
+
+            def read() -> None:
+                while not over.wait(0.2) and slow.recv(1):
+                    pass
+
+            reading = threading.Thread(target=read)
+            reading.start()
+            good = HTTP.post(one.url + "/v1/completions", json={"prompt": "say:quick"})
+            assert good.json()["choices"][0]["text"] == "quick"
+            connections = list(one.server._http.server_state.connections)
+            waiting = [each.transport.get_write_buffer_size() for each in connections]
+            assert max(waiting, default=0) < 1 << 20
+            one.wait_idle()
+            assert executor.stats.aborted == 1
+            over.set()
+            reading.join(LIMIT)
+        good = HTTP.post(one.url + "/v1/completions", json={"prompt": "say:quick"})
+        assert good.json()["choices"][0]["text"] == "quick"
+
+
 def test_request_timeout_in_the_middle_of_a_stream() -> None:
     """The stream ends with an error event, without ``[DONE]``, and the sequence is gone."""
     with served(FakeExecutor(step_seconds=0.01), context=1 << 16) as one:
@@ -98,7 +154,7 @@ def test_request_timeout_in_the_middle_of_a_stream() -> None:
 class Raising:
     """A parser factory, and its parser, that fails at an exclamation mark."""
 
-    def start(self, prompt_tail: str, thinking: bool | None = None) -> Raising:
+    def start(self, request: OutputRequest) -> Raising:
         return self
 
     def feed(self, text: str) -> list[Any]:

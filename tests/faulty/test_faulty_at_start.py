@@ -10,9 +10,10 @@ import pytest
 from glowplug import LLM
 from glowplug.core.errors import GlowplugError, PluginLoadError
 from glowplug.core.plugin.registry import load_plugins
-from tests.faulty.written import ORIGIN, forget, write
+from tests.faulty.written import COMPONENT, ORIGIN, PLUGIN, forget, title, write
 from tests.support.tiny import write_config
 
+OFFERS = "the offers of 'cracked': "
 #: fault -> (slot, code of the plugin's module, what the message says)
 AT_LOAD: dict[str, tuple[str, dict[str, str], str]] = {
     "a package is missing": ("policy", {"top": "import not_there_at_all"}, "not_there_at_all"),
@@ -26,7 +27,7 @@ AT_LOAD: dict[str, tuple[str, dict[str, str], str]] = {
     "a hook with another argument": (
         "policy",
         {"more": "@hookimpl\ndef worker_started(rank, plan):\n    pass"},
-        "rank",
+        "Argument(s) {'rank'} are declared",
     ),
     "a hook that raises": (
         "policy",
@@ -40,12 +41,20 @@ AT_LOAD: dict[str, tuple[str, dict[str, str], str]] = {
     ),
     "no component": (
         "policy",
-        {"more": "@hookimpl\ndef register_samplers():\n    return ['faulty']"},
-        "is not a Component",
+        {"more": "@hookimpl\ndef register_samplers():\n    return ['cracked']"},
+        "register_samplers: 'cracked' is not a Component",
     ),
-    "offers of another slot": ("policy", {"changes": "offers=CacheOffers()"}, "PolicyOffers"),
+    "offers of another slot": (
+        "policy",
+        {"changes": "offers=CacheOffers()"},
+        "'cracked' has offers of type CacheOffers, expected PolicyOffers",
+    ),
     "options of another name": ("policy", {"changes": "name='mine'"}, "Literal['mine']"),
-    "a factory without class": ("policy", {"changes": "factory='glowplug_faulty'"}, ":Class"),
+    "a factory without class": (
+        "policy",
+        {"changes": "factory='glowplug_faulty'"},
+        "the factory of 'cracked' must have the form 'package.module:Class'",
+    ),
     "the name of a built-in": (
         "sampling",
         {
@@ -57,58 +66,59 @@ AT_LOAD: dict[str, tuple[str, dict[str, str], str]] = {
     "a misspelt dtype": (
         "attention",
         {"changes": "offers=replace(base.offers, dtypes=frozenset({'fp32'}))"},
-        "dtypes has 'fp32'; did you mean 'float32'?",
+        OFFERS + "dtypes has 'fp32'; did you mean 'float32'?",
     ),
     "a misspelt device": (
         "attention",
         {"changes": "offers=replace(base.offers, devices=frozenset({'gpu'}))"},
-        "devices has 'gpu'; did you mean 'cuda'?",
+        OFFERS + "devices has 'gpu'; did you mean 'cuda'?",
     ),
     "a misspelt attention": (
         "attention",
         {"changes": "offers=replace(base.offers, kinds=frozenset({'MLA'}))"},
-        "kinds has 'MLA'; did you mean 'mla'?",
+        OFFERS + "kinds has 'MLA'; did you mean 'mla'?",
     ),
     "a capability as a version": (
         "attention",
         {"changes": "offers=replace(base.offers, compute=frozenset({9.0}))"},
-        "compute has 9.0, which is not a compute capability; did you mean 90?",
+        OFFERS + "compute has 9.0, which is not a compute capability; did you mean 90?",
     ),
     "an unknown mode": (
         "attention",
         {"changes": "offers=replace(base.offers, modes={'decoding': Capture.GRAPH})"},
-        "modes has 'decoding'; did you mean 'decode'?",
+        OFFERS + "modes has 'decoding'; did you mean 'decode'?",
     ),
     "a level that is none": (
         "attention",
         {"changes": "offers=replace(base.offers, modes={Mode.DECODE: True})"},
-        "modes[decode] is True, which is not a Capture",
+        OFFERS + "modes[decode] is True, which is not a Capture",
     ),
     "one word instead of a set": (
         "attention",
         {"changes": "offers=replace(base.offers, dtypes='float32')"},
-        "dtypes must be a frozenset, not str",
+        OFFERS + "dtypes must be a frozenset, not str",
     ),
 }
-#: fault -> (slot, what differs from a correct plugin, what the message says, phase)
+#: fault -> (slot, what differs from a correct plugin, what the message says, phase of a hook or the
+#: fix of a refusal)
 AT_PLAN: dict[str, tuple[str, dict[str, str], str, str]] = {
     "its check raises": (
         "policy",
         {"changes": "check=lambda context: 1 / 0"},
-        "its check failed with ZeroDivisionError",
-        "nothing was loaded",
+        "policy: its check failed with ZeroDivisionError",
+        f"fix: report it to {ORIGIN}; choose another component meanwhile",
     ),
     "written for another contract": (
         "policy",
         {"changes": "contract=99"},
-        "was written for contract 99",
-        "nothing was loaded",
+        "policy.use: cracked was written for contract 99",
+        f"fix: install a version of {ORIGIN} made for this release",
     ),
     "a package is too old": (
         "policy",
         {"changes": "requires=(Package('pluggy', '>=99'),)"},
-        "pluggy",
-        "nothing was loaded",
+        "cracked needs pluggy>=99",
+        'fix: pip install "pluggy>=99"',
     ),
     "defaults that are a list": (
         "policy",
@@ -125,13 +135,14 @@ AT_PLAN: dict[str, tuple[str, dict[str, str], str, str]] = {
     "sizes that cannot be computed": (
         "speculative",
         {"more": "Faulty.draft_shape = lambda self: self.no_such_field"},
-        "no_such_field",
+        "the options of 'cracked' raised AttributeError: 'Faulty' object has no attribute "
+        "'no_such_field'",
         "phase: plan",
     ),
     "options that raise": (
         "policy",
         {"more": "Faulty.without_effect = lambda self, context: self.absent"},
-        "absent",
+        "without_effect of policy 'cracked' failed: AttributeError",
         "phase: plan",
     ),
 }
@@ -140,13 +151,13 @@ AT_BUILD: dict[str, tuple[str, dict[str, str], str, str]] = {
     "no runtime module": (
         "policy",
         {"changes": "factory='glowplug_faulty.absent:Runtime'"},
-        "ModuleNotFoundError",
+        "ModuleNotFoundError: No module named 'glowplug_faulty.absent'",
         "build",
     ),
     "no runtime class": (
         "policy",
         {"changes": "factory='glowplug_faulty.runtime:Absent'"},
-        "AttributeError",
+        "has no attribute 'Absent'",
         "build",
     ),
     "a constructor that raises": (
@@ -158,7 +169,7 @@ AT_BUILD: dict[str, tuple[str, dict[str, str], str, str]] = {
     "a constructor of other arguments": (
         "sampling",
         {"body": "    def __init__(self, options):\n        pass"},
-        "TypeError",
+        "TypeError: Runtime.__init__() takes 2 positional arguments",
         "build",
     ),
     "a member is missing": (
@@ -209,7 +220,7 @@ AT_BUILD: dict[str, tuple[str, dict[str, str], str, str]] = {
         "attention",
         {"body": "    def reserve(self, limits):\n        raise RuntimeError('no room')"},
         "RuntimeError: no room",
-        "in reserve",
+        "kv, in reserve",
     ),
     "tokens outside the vocabulary": (
         "sampling",
@@ -230,10 +241,22 @@ AT_BUILD: dict[str, tuple[str, dict[str, str], str, str]] = {
             "        found.tokens = found.tokens[:1].repeat(3)\n"
             "        return found"
         },
-        "",
+        "RuntimeError: shape mismatch",
         "self-test",
     ),
 }
+#: the fix of a fault of a plugin
+LEAVE_OUT = f"fix: correct or update {ORIGIN}, or start without it (--block-plugin faulty)"
+#: fixes of faults whose message has another one than ``replace_fix``
+FIXES = {
+    "more bytes than the plan's": "fix: return plan.kv_layout(entries) with the function declared",
+    "one token for all rows": "fix: run its conformance suite",
+}
+
+
+def replace_fix(slot: str) -> str:
+    """Return the fix of a fault of a component."""
+    return f"fix: correct or update {ORIGIN}, or choose another component ({slot}.use)"
 
 
 @pytest.fixture
@@ -246,7 +269,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def config(site: Path, slot: str) -> dict[str, Any]:
     """Return the configuration of a small engine that uses the faulty component."""
-    chosen: dict[str, Any] = {slot: {"use": "faulty"}}
+    chosen: dict[str, Any] = {slot: {"use": COMPONENT}}
     return {
         "weights": {"use": "random"},
         "skip_tokenizer": True,
@@ -266,13 +289,16 @@ def refused(site: Path, slot: str) -> str:
     return str(caught.value)
 
 
-def names_it(text: str, said: str, phase: str) -> None:
-    """Check that a message names fault, distribution, version and phase, and has a fix."""
-    assert said in text
-    assert ORIGIN in text
-    assert "faulty" in text
-    assert phase in text
-    assert "fix" in text
+def names_it(text: str, owner: str, *said: str) -> None:
+    """Check that a message names the owner of the fault and has all of ``said``.
+
+    Args:
+        text: the message.
+        owner: the plugin or the component, with distribution and version.
+        said: fault, phase and fix.
+    """
+    for one in (owner, *said):
+        assert one in text, f"{one!r} is not in {text!r}"
 
 
 @pytest.mark.parametrize("fault", AT_LOAD)
@@ -281,7 +307,14 @@ def test_a_plugin_that_cannot_be_loaded_is_named(site: Path, fault: str) -> None
     write(site, slot, **differs)
     with pytest.raises(PluginLoadError) as caught:
         load_plugins()
-    names_it(str(caught.value), said, "phase: load plugins")
+    taken = fault == "the name of a built-in"
+    names_it(
+        str(caught.value),
+        PLUGIN.removeprefix("plugin ") if taken else PLUGIN,
+        said,
+        "phase: load plugins",
+        "fix: block one of them (--block-plugin faulty)" if taken else LEAVE_OUT,
+    )
 
 
 @pytest.mark.parametrize("place", ["top", "more"])
@@ -292,23 +325,27 @@ def test_a_plugin_that_sleeps_is_named(site: Path, place: str) -> None:
     write(site, "policy", **{place: sleeping.format("" if place == "top" else hook)})
     with pytest.raises(PluginLoadError) as caught:
         load_plugins(timeout=0.3)
-    names_it(str(caught.value), "did not finish loading within 0.3 s", "phase: load plugins")
+    said = "did not finish loading within 0.3 s"
+    names_it(str(caught.value), PLUGIN, said, "phase: load plugins", LEAVE_OUT)
 
 
 @pytest.mark.parametrize("fault", AT_PLAN)
 def test_a_plugin_that_fails_in_the_plan_is_named(site: Path, fault: str) -> None:
     slot, differs, said, phase = AT_PLAN[fault]
     write(site, slot, **differs)
-    names_it(refused(site, slot), said, phase)
+    text = refused(site, slot)
+    if phase.startswith("fix: "):
+        names_it(text, f"by cracked ({ORIGIN}) | {phase}", said, "nothing was loaded")
+    else:
+        names_it(text, PLUGIN, said, f"{phase} | {LEAVE_OUT}")
 
 
 @pytest.mark.parametrize("fault", AT_BUILD)
 def test_a_component_that_fails_in_the_start_is_named(site: Path, fault: str) -> None:
     slot, differs, said, phase = AT_BUILD[fault]
     write(site, slot, **differs)
-    text = refused(site, slot)
-    names_it(text, said, f"phase {phase}" if " in " not in f" {phase}" else phase)
-    assert f"{slot} 'faulty' ({ORIGIN})" in text
+    fix = FIXES.get(fault, replace_fix(slot))
+    names_it(refused(site, slot), title(slot), said, f"phase {phase}", fix)
 
 
 @pytest.mark.parametrize("slot", ["policy", "sampling", "attention", "cache", "weights"])

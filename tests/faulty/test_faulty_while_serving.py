@@ -17,27 +17,13 @@ from glowplug.core.startup.grammars import grammar_builder
 from glowplug.core.step.structured import GrammarSpec
 from glowplug.entrypoints.front.named_parsers import build_parsers
 from glowplug.entrypoints.server.app import create_app
-from tests.faulty.test_faulty_at_start import config, names_it, site as site
-from tests.faulty.written import ORIGIN, write
+from tests.faulty.test_faulty_at_start import LEAVE_OUT, config, names_it, replace_fix, site as site
+from tests.faulty.written import COMPONENT, PLUGIN, title, write
 
 MARKED = 13  #: ``max_tokens`` of the request that a faulty component fails at
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 #: fault -> (slot, body of the runtime class, what the message says, method)
 IN_A_STEP: dict[str, tuple[str, str, str, str]] = {
-    "a policy that raises": (
-        "policy",
-        "    def order(self, waiting, cached):\n        return sorted(waiting)",
-        "TypeError",
-        "in order",
-    ),
-    "a sampler that raises for one request": (
-        "sampling",
-        "    def join(self, row, params, *rest):\n"
-        f"        assert params.max_tokens != {MARKED}, 'unlucky'\n"
-        "        super().join(row, params, *rest)",
-        "AssertionError: unlucky",
-        "in join",
-    ),
     "attention that raises in long rows": (
         "attention",
         "    def plan_step(self, batch, graph):\n"
@@ -47,17 +33,33 @@ IN_A_STEP: dict[str, tuple[str, str, str, str]] = {
         "ValueError: too long",
         "in plan_step",
     ),
-    "a cache that raises at insertion": (
+    "a cache that loses count of locks": (
         "cache",
-        "    def insert(self, tokens, pages, salt):\n        return pages[5000]",
-        "IndexError",
+        "    def lock(self, match, delta):\n        raise KeyError(delta)",
+        "KeyError",
+        "in lock",
+    ),
+    "a cache that raises after it took pages": (
+        "cache",
+        "    def insert(self, tokens, pages, salt):\n"
+        "        return super().insert(tokens, pages, salt)[5000]",
+        "the cache holds pages of the request",
         "in insert",
     ),
-    "a cache that loses count": (
+    "a cache that raises after it evicted pages": (
         "cache",
-        "    def match(self, tokens, salt):\n        raise KeyError(tuple(tokens.tolist()))",
-        "KeyError",
-        "in match",
+        "    def insert(self, tokens, pages, salt):\n"
+        "        if self.size()[1]:\n"
+        "            return self.evict(1)[5000]\n"
+        "        return super().insert(tokens, pages, salt)",
+        "the accounts of pages disagree",
+        "in insert",
+    ),
+    "a sampler that cannot clear a row": (
+        "sampling",
+        "    def leave(self, row):\n        raise ValueError('stuck')",
+        "ValueError: stuck",
+        "in leave",
     ),
     "an algorithm whose drafts raise": (
         "speculative",
@@ -111,9 +113,7 @@ def test_an_exception_in_a_step_names_component_and_method(site: Path, fault: st
     llm = LLM(**config(site, slot))
     with pytest.raises(EngineDead) as caught:
         llm.generate(*asked(30, MARKED))
-    names_it(str(caught.value), said, "phase serve")
-    assert method in str(caught.value)
-    assert f"{slot} 'faulty' ({ORIGIN})" in str(caught.value)
+    names_it(str(caught.value), title(slot), said, f"phase serve, {method}: ", replace_fix(slot))
     llm.close()
 
 
@@ -131,7 +131,7 @@ def test_a_request_that_a_component_holds_ends_and_others_are_right(
         right = llm.generate(*asked(8, MARKED, 8))
     assert [held[i].token_ids for i in (0, 2)] == [right[i].token_ids for i in (0, 2)]
     assert held[1].finish_reason == "error" and held[1].error is not None
-    names_it(held[1].error, said, "phase serve")
+    names_it(held[1].error, title(slot), said, "phase serve", replace_fix(slot))
 
 
 # ---- the front -----------------------------------------------------------------------------------
@@ -165,12 +165,12 @@ def test_a_parser_that_fails_ends_its_request_alone(
 ) -> None:
     write(site, "outputs", PARSER)
     plugins = load_plugins()
-    chosen = {**config(site, "policy"), "policy": {"use": "fcfs"}, "outputs": [{"use": "faulty"}]}
+    chosen = {**config(site, "policy"), "policy": {"use": "fcfs"}, "outputs": [{"use": COMPONENT}]}
     (factory,) = build_parsers(make_plan(chosen, plugins=plugins), plugins)
     other = factory.start(OutputRequest())
     with pytest.raises(RequestError) as caught:
         factory.start(OutputRequest(tail)).feed(text)
-    names_it(str(caught.value), said, "phase serve")
+    names_it(str(caught.value), title("outputs"), said, "phase serve", replace_fix("outputs"))
     assert (caught.value.status, caught.value.code) == (500, "component_failed")
     assert "".join(one.text for one in [*other.feed("fine"), *other.finish()]) == "fine"
 
@@ -206,7 +206,7 @@ def test_a_hook_of_the_start_that_raises_is_named(site: Path, hook: str, said: s
             create_app(make_plan(chosen, plugins=plugins), client, None, [], plugins)
         else:
             LLM(**chosen).close()
-    names_it(str(caught.value), said, f"phase: {name}")
+    names_it(str(caught.value), PLUGIN, said, f"phase: {name} | {LEAVE_OUT}")
 
 
 def test_a_grammar_library_that_raises_refuses_the_request(site: Path) -> None:
@@ -218,4 +218,10 @@ def test_a_grammar_library_that_raises_refuses_the_request(site: Path) -> None:
     builder = grammar_builder(make_plan(chosen, plugins=plugins), plugins, Worker())
     with pytest.raises(RequestError) as caught:
         builder.build(GrammarSpec("regex", "a+"))
-    names_it(str(caught.value), "KeyError: 'regex'", "compile a request's grammar")
+    names_it(
+        str(caught.value),
+        title("grammar"),
+        "KeyError: 'regex'",
+        "phase compile a request's grammar, in compile: ",
+        replace_fix("grammar"),
+    )

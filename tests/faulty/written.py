@@ -10,6 +10,8 @@ DISTRIBUTION = "glowplug-faulty"
 PACKAGE = "glowplug_faulty"
 VERSION = "3.1"
 ORIGIN = f"{DISTRIBUTION} {VERSION}"
+PLUGIN = f"plugin 'faulty' ({ORIGIN})"
+COMPONENT = "cracked"  #: the component's name, which is not the plugin's
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,10 @@ from glowplug.core.api import *
 base = declaring.{hook}()[0]
 
 class Faulty(base.options):
-    use: Literal["faulty"] = "faulty"
+    use: Literal["{component}"] = "{component}"
 
 def made(**changes):
-    values = {{"name": "faulty", "options": Faulty, "factory": "{package}.runtime:Runtime"}}
+    values = {{"name": "{component}", "options": Faulty, "factory": "{package}.runtime:Runtime"}}
     values["contract"] = CONTRACT
     return replace(base, **{{**values, **changes}})
 
@@ -133,7 +135,12 @@ def write(
     base = BASES[slot]
     module, _, name = base.runtime.partition(":")
     declared = DECLARED.format(
-        module=base.module, hook=base.hook, package=PACKAGE, changes=changes, more=more
+        module=base.module,
+        hook=base.hook,
+        package=PACKAGE,
+        component=COMPONENT,
+        changes=changes,
+        more=more,
     )
     folder = site / PACKAGE
     folder.mkdir()
@@ -146,6 +153,11 @@ def write(
     )
     (info / "entry_points.txt").write_text(f"[glowplug]\nfaulty = {PACKAGE}\n")
     forget()
+
+
+def title(slot: str) -> str:
+    """Return the component as messages name it, with distribution and version."""
+    return f"{slot} {COMPONENT!r} ({ORIGIN})"
 
 
 def forget() -> None:

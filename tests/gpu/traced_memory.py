@@ -150,7 +150,7 @@ class Traced:
 
 def _run(runner: Runner, batch: Any, agreed: Any = None) -> None:
     batch.agreed = agreed or shape_of(batch)
-    runner._plan_sampling(batch)
+    runner.sampler_rows.plan_step(batch)
     runner._complete(batch)
     _, hidden = runner.step(batch)
     if batch.prompt_logprobs is not None:

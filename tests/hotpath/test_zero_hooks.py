@@ -11,8 +11,10 @@ import pluggy
 import pytest
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.plugin.loading import BUILT_IN
 from glowplug.core.plugin.registry import PluginSet
 from tests.support.tiny import write_config
+from tests.thirdparty.packages import FOLDER
 
 TOKENS = 100
 
@@ -36,13 +38,30 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     yield counted
 
 
+#: sample of a third party -> slot and component
+SAMPLES = {"deadline": ("policy", "deadline"), "ngram": ("speculative", "prompt_copy")}
+
+
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("names", [(), ("deadline",), ("ngram",), tuple(SAMPLES)])
 def test_no_hook_is_called_while_tokens_are_served(
-    tmp_path: Path, calls: Counter[str], overlap: bool
+    tmp_path: Path,
+    calls: Counter[str],
+    overlap: bool,
+    names: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Neither by the built-in components nor by samples of third parties, whose plugins are loaded
+    too.
+    """
+    for name in names:
+        monkeypatch.syspath_prepend(str(FOLDER / f"glowplug-{name}" / "src"))
+    chosen: dict[str, Any] = {slot: {"use": use} for slot, use in map(SAMPLES.__getitem__, names)}
     folder = write_config(tmp_path, "v3")
     with LLM(
         model=str(folder),
+        plugins=[f"glowplug_{name}.plugin" for name in names],
+        **chosen,
         weights={"use": "random"},
         skip_tokenizer=True,
         context_length=256,
@@ -52,6 +71,9 @@ def test_no_hook_is_called_while_tokens_are_served(
         assert calls["worker_started"] == 1, (
             "the counter does not see start-up, so it would see nothing else"
         )
+        for slot, use in map(SAMPLES.__getitem__, names):
+            found = llm.plan.choice(slot)
+            assert (found.name, found.distribution == BUILT_IN) == (use, False)
         calls.clear()
         params = SamplingParams(
             temperature=0.7, max_tokens=TOKENS // 4, ignore_eos=True, logprobs=2

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,6 +35,11 @@ from glowplug.kernels.collectives.push import (  # noqa: E402
     peer_buffers,
 )
 from glowplug.kernels.elementwise.norm import add_rms_norm as plain_add_rms_norm  # noqa: E402
+from glowplug.plugins.parallel.placed_exchange import (  # noqa: E402
+    WAYS,
+    PlacedExchange,
+    slot_table,
+)
 
 HALF = torch.float16
 
@@ -346,6 +353,33 @@ def test_rows_are_gathered_side_by_side(columns: int, dtype: torch.dtype) -> Non
             for rank, x in enumerate(given):
                 gather.all_gather(x, found[rank], group.buffers[rank], stage)
         assert all(torch.equal(one, torch.stack(given, 1)) for one in found)
+
+
+@pytest.mark.parametrize("copies", [0, 5])
+def test_ids_become_slots_in_the_same_launch(copies: int) -> None:
+    """They are those of ``PlacedExchange``, the reference; some ids are -1, and some tokens are
+    padding.
+    """
+    experts, topk = 11, 3
+    slots = [*range(experts), *(7 * one % experts for one in range(copies))]
+    ways = WAYS if copies else 1
+    table = torch.tensor(slot_table(slots, experts, ways), device=DEVICE)
+    generator = torch.Generator().manual_seed(copies)
+    ids = torch.randint(-1, experts, (70, topk), generator=generator).to(DEVICE)
+    ids[3] = -1
+    padding = torch.rand(70, 1, generator=generator).to(DEVICE) < 0.2
+    placed = PlacedExchange(slots, experts, DEVICE, cast(Any, SimpleNamespace(combine=None)))
+    wanted = placed.slots_of(ids).masked_fill(padding, -1)
+    counts = torch.zeros(len(slots), dtype=torch.int64, device=DEVICE)
+    found = expert_ids.rank_ids(
+        ids, 0, len(slots), padding, counts, slice(0, 70), slots=(table, ways)
+    )
+    assert found.tolist() == wanted.tolist()
+    chosen = wanted[wanted >= 0].cpu()
+    assert counts.tolist() == torch.bincount(chosen, minlength=len(slots)).tolist()
+    half = expert_ids.rank_ids(ids, 4, 5, slots=(table, ways)).long()
+    own = placed.slots_of(ids) - 4
+    assert torch.equal(half, own.masked_fill((own < 0) | (own >= 5), -1))
 
 
 def test_rows_that_fit_fill_whole_tiles() -> None:

@@ -37,10 +37,10 @@ for ranks in (8,):
             constants |= dict(scales=None, out_scales=None)
         build(expert_dispatch._dispatch, kinds, constants,
               num_warps=expert_dispatch.warps_for(size))
-    for given in ("*i32", "*i64"):
-        kinds = dict(ids=given, padding="*i1", counts="*i64", out="*i32")
-        build(expert_ids._rank_ids, kinds, dict(TOPK=8, BLOCK=128, BLOCK_K=8, DEPENDENT=True),
-              num_warps=4)
+    for given, slots in (("*i32", dict(slots=None, WAYS=1)), ("*i64", dict(WAYS=64))):
+        kinds = dict(ids=given, padding="*i1", counts="*i64", out="*i32", slots="*i64")
+        build(expert_ids._rank_ids, kinds,
+              dict(TOPK=8, BLOCK=128, BLOCK_K=8, DEPENDENT=True, **slots), num_warps=4)
     kinds = dict(y="*bf16", out="*bf16", beside="*bf16", local="*i32", ids="*i64", **BUFFERS)
     constants = dict(TOPK=8, HELD=32, WITHIN=1, BESIDE=True, BLOCK=8192, BLOCK_K=8, PITCH=7424,
                      BLOCK_PITCH=8192, **common)

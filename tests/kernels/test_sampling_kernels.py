@@ -128,3 +128,41 @@ def test_token_logprobs_in_chunks() -> None:
         assert torch.equal(top_ids, expected.topk(4).indices)
     _, ids, _ = sampling.token_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 20)
     assert ids.shape == (2, 3)
+
+
+def damaged_logits(rows: int, vocab: int) -> torch.Tensor:
+    """Return logits with ties, both zeros, and rows with infinite values and NaN."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(rows, vocab, generator=generator).mul(3).round()
+    logits[1] = float("-inf")
+    logits[2, vocab // 2 :] = float("nan")
+    logits[3, -1] = float("inf")
+    logits[4] = 0.0
+    logits[4, vocab // 2] = -0.0
+    logits[5, : vocab // 3] = float("-inf")
+    logits[6] = -1e-45
+    logits[7, vocab // 2] = -float("nan")
+    logits[8] = -3e38
+    return logits
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("vocab", [1, 2, 9, 158, 1000])
+def test_the_best_of_slices_is_the_best_of_all(vocab: int, parts: int) -> None:
+    logits = damaged_logits(20, vocab)
+    each = -(-vocab // parts)
+    starts = range(0, vocab, each)
+    keys = torch.stack([sampling.best_keys(logits[:, at : at + each], at) for at in starts])
+    tokens, bad = sampling.best_of_keys(keys)
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert torch.equal(bad, ~logits.gather(1, tokens[:, None])[:, 0].isfinite())
+    assert bad[1] and bad[2] and not bad[4]
+
+
+def test_no_half_of_a_key_marks_an_empty_buffer() -> None:
+    """Collectives through peers' memory would change these bits (kernels/collectives/push.py)."""
+    bits = torch.tensor([-0x7FFF8000, -0x7FFF7FFF, 0x7FFF7FFF, -0x8001, 0x8000, -1, 0x7FC00000])
+    values = torch.cat([bits.int().view(torch.float32), torch.tensor([0.0, -0.0])])[:, None]
+    for first in (0, 1, 0x7FFF, 0x8000, 200_000):
+        halves = sampling.best_keys(values, first).view(torch.int32)
+        assert not (halves == -0x7FFF8000).any()

@@ -16,8 +16,9 @@ from glowplug.kernels.sampling import (
 )
 from glowplug.kernels.sampling.cut_off import cut_off
 from glowplug.kernels.sampling.draw import draw
-from glowplug.kernels.sampling.greedy import best, best_edited
+from glowplug.kernels.sampling.greedy import best, best_edited, best_keys, best_of_keys
 from glowplug.kernels.sampling.vocabulary_blocks import RowParameters
+from tests.support import uninterpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLDEST = 1e-5
@@ -51,6 +52,41 @@ def test_best_is_the_first_of_the_largest(vocab: int) -> None:
         assert chosen.tokens[finite].tolist() == wanted[finite].tolist()
         assert chosen.bad.tolist() == [row in (1, 2, 3) for row in range(8)]
         assert not arrived.any()
+
+
+@pytest.mark.parametrize("parts", [1, 3, 8])
+@pytest.mark.parametrize("vocab", [2, 150, 400])
+def test_the_best_of_slices_follows_the_reference(vocab: int, parts: int) -> None:
+    arrived = counters(70)
+    logits = randn(70, vocab, seed=parts).round()
+    logits[1], logits[2, vocab // 2], logits[3, -1] = float("-inf"), float("nan"), float("inf")
+    logits[4], logits[4, 0] = 0.0, -0.0
+    each = -(-vocab // parts)
+    starts = range(0, vocab, each)
+    slices = [logits[:, at : at + each] for at in starts]
+    keys = torch.stack([best_keys(part, at, arrived) for part, at in zip(slices, starts)])
+    wanted = torch.stack([reference.best_keys(part, at) for part, at in zip(slices, starts)])
+    assert torch.equal(keys, wanted) and not arrived.any()
+    for got, found in zip(best_of_keys(keys), reference.best_of_keys(keys), strict=True):
+        assert torch.equal(got, found)
+    assert best_of_keys(keys[:, :0])[0].shape == (0,)
+
+
+COMPILED = """
+from tests.support.compiled import build
+from glowplug.kernels.sampling import greedy
+
+kinds = dict(logits="*fp32", block_keys="*i64", arrived="*i32", keys="*i64")
+for blocks in (2, 64):
+    build(greedy._best_keys, kinds, dict(BLOCK=2048, BLOCKS=blocks, DEPENDENT=True))
+for ranks in (2, 8):
+    build(greedy._best_of_keys, dict(keys="*i64", tokens="*i64", bad="*i1"),
+          dict(BLOCK=greedy.ROWS_OF_KEYS, RANKS=ranks, DEPENDENT=True))
+"""
+
+
+def test_the_kernels_over_slices_compile_for_hopper() -> None:
+    assert len(uninterpreted.printed("-c", COMPILED).split()) == 4
 
 
 def parameters(rows: Tensor, **columns: list[float]) -> RowParameters:

@@ -27,7 +27,7 @@ from glowplug.core.startup.components import build_component, make_worker
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.testing.harness.build import DictSource, Stepper
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
-from glowplug.plugins.weights import direct_read
+from glowplug.plugins.weights import direct_read, safetensors_runtime
 from glowplug.plugins.weights.safetensors import SafetensorsOptions
 from glowplug.plugins.weights.safetensors_runtime import SafetensorsSource
 from tests.support.tiny import write_config
@@ -205,9 +205,10 @@ def test_a_device_reads_its_rows_and_experts_from_the_files(
 ) -> None:
     """A rank of four reads a fourth of tensors that are split by rows, and a fourth of the experts.
 
-    Of tensors that are split by columns it reads whole rows.
+    Of tensors that are split by columns it reads whole rows, and copies its columns only.
     """
     monkeypatch.setattr(direct_read, "GAP", 0)  # tiny tensors are neighbours
+    monkeypatch.setattr(safetensors_runtime, "CUT_BYTES", 0)
     folder = write_config(tmp_path / "model", "v3")
     parallel = [{"use": "tensor", "size": 4}]
     if whole_experts:
@@ -219,14 +220,27 @@ def test_a_device_reads_its_rows_and_experts_from_the_files(
     targets = on_ranks(plan, plugins, tmp_path, lambda model, context: list(model.targets()))
     read = direct_read.os.preadv
     counts: list[int] = []
+    copied: list[int] = []
     monkeypatch.setattr(direct_read.os, "preadv", lambda *given: counted(counts, read(*given)))
+    copy = direct_read.DirectReader._copy
+    monkeypatch.setattr(
+        direct_read.DirectReader,
+        "_copy",
+        lambda self, buffer, place: copy(self, buffer, place[: counted(copied, len(place))]),
+    )
     for rank in range(4):
         source = SafetensorsSource(SafetensorsOptions(), plan, make_worker(plan, rank))
         source.open(replace(facts, path=str(folder), tensors={}))
         counts.clear()
-        for _ in source.through(direct_read.DirectReader("cpu", threads=2), targets[rank]):
-            pass
+        copied.clear()
+        sizes = {
+            target.name: value.nbytes
+            for target, value in source.through(
+                direct_read.DirectReader("cpu", threads=2), targets[rank]
+            )
+        }
         source.close()
+        assert sum(copied) == sum(sizes.values()), f"rank {rank}"
         total = 0
         for name, value in tensors.items():
             columns = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -59,7 +59,13 @@ def test_plugins_are_listed_whether_they_load_or_not(
     install(site, "dist-broken", "broken", "avail_broken", "import no_such_module_at_all")
     install(site, "dist-old", "old", "avail_old", COMPONENT.format(name="avail_old", **OLD))
     found = listed(capsys)
-    part = {"slot": "policy", "name": "avail_good", "contract": 2}
+    part = {
+        "slot": "policy",
+        "name": "avail_good",
+        "contract": 2,
+        "why_not": "",
+        "needs_gpu": False,
+    }
     assert found["dist-good"] == {
         "name": "good",
         "target": "avail_good",

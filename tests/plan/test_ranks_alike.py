@@ -12,7 +12,8 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.testing.harness.fakes import TINY_V3, write_model
 from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words
 from glowplug.plugins.collectives.peer_experts import expert_buffer_size
-from glowplug.plugins.collectives.peer_sizes import buffer_bytes, peer_sizes
+from glowplug.plugins.collectives.peer_sizes import buffer_bytes, library_bytes, peer_sizes
+from glowplug.plugins.collectives.torch_distributed import NCCL_GROUP_BYTES
 from glowplug.plugins.parallel.ep_moe import pushed_rows
 
 H200 = read_sheet("8xh200")
@@ -78,6 +79,20 @@ def test_exchange_buffers_are_part_of_the_budget(plan_of: Any) -> None:
     assert "exchange buffers" not in lines(plan_of())
 
 
+def test_buffers_of_nccl_are_an_estimate_in_the_budget(plan_of: Any) -> None:
+    """They are part of plans in which NCCL exchanges some tensors, once for each group of ranks."""
+    assert lines(plan_of(TP, collectives={"use": "nccl"}))["exchange library"] == NCCL_GROUP_BYTES
+    plan = plan_of(TP, DP | {"size": 2}, collectives={"use": "nccl"})
+    assert lines(plan)["exchange library"] == 3 * NCCL_GROUP_BYTES
+    (line,) = [line for line in plan.budget if line.name == "exchange library"]
+    assert "estimate" in line.how
+    assert lines(plan_of(TP, DP))["exchange library"] == NCCL_GROUP_BYTES, "that of all four ranks"
+    assert "exchange library" not in lines(plan_of())
+    assert library_bytes({"tp": 8, "ep": 8}, 7168, 8192) == NCCL_GROUP_BYTES
+    assert library_bytes({"tp": 8, "dp": 2}, 7168, 8192) == 2 * NCCL_GROUP_BYTES
+    assert library_bytes({"tp": 2}, 7168, 8192) == 0, "two ranks send large tensors in pieces"
+
+
 def test_every_group_of_ranks_has_buffers_of_its_own() -> None:
     """Axes that connect the same ranks share theirs."""
     whole = buffer_bytes({"tp": 8}, 7168, 8192)
@@ -95,6 +110,16 @@ def test_pushed_tokens_have_buffers_in_the_budget(plan_of: Any) -> None:
     assert size.capacity == rows * size.tile
     added = lines(pushed)["exchange buffers"] - lines(plain)["exchange buffers"]
     assert added == 2 * buffer_words(4, size.capacity) * WORD_BYTES > 0
+
+
+def test_the_plan_states_how_tokens_reach_their_experts(plan_of: Any) -> None:
+    def stated(*parallel: Any) -> list[tuple[str, str]]:
+        decisions = plan_of(*parallel).decisions
+        return [(one.value, one.by) for one in decisions if one.field == "parallel.1.exchange"]
+
+    assert stated(TP, EP, DP) == [("all_gather", "auto")]
+    assert stated(TP, EP) == [], "tokens stay where they are"
+    assert stated(TP, EP | {"exchange": "push"}, DP) == [("push", "operator")]
 
 
 def test_pushed_tokens_take_no_more_memory_in_float32() -> None:

@@ -27,20 +27,21 @@ CARDS = [name for name in sheet_names() if read_sheet(name).devices]
 
 
 def test_ready_sheets_state_the_packages_that_were_measured() -> None:
-    """They are those of the machine of the GPU tests, and for the CPU the release that
-    constraints.txt pins.
+    """They are those of the machine of the GPU tests, and for the CPU the releases that
+    constraints.txt pins, as for the library of grammars, with which every installation comes.
     """
     measured = json.loads((ROOT / "docs" / "benchmarks" / "gpu-tests.json").read_text())["packages"]
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
     assert CARDS == ["1xh200", "2x8xh200", "4xh200", "8xh200"]
     for name in CARDS:
         stated = dict(read_sheet(name).packages or {})
         assert "+cu" in stated["torch"]
+        assert f"llguidance=={stated.pop('llguidance')}" in pinned
+        measured.pop("llguidance", None)
         assert {**stated, "torch": stated["torch"].partition("+")[0]} == measured
-    (torch,) = (read_sheet("cpu").packages or {}).items()
-    assert (
-        torch[1].endswith("+cpu")
-        and "==".join(torch).removesuffix("+cpu") in (ROOT / "constraints.txt").read_text()
-    )
+    stated = read_sheet("cpu").packages or {}
+    assert stated.keys() == {"torch", "llguidance"} and stated["torch"].endswith("+cpu")
+    assert {f"{name}=={version.partition('+')[0]}" for name, version in stated.items()} <= {*pinned}
 
 
 def test_a_ready_sheet_has_what_built_ins_need_on_its_cards(plugins: PluginSet) -> None:
@@ -114,9 +115,10 @@ def test_packages_of_a_third_party_plugin_come_with_it(
     if counts:
         plan = planned(asked, plugins=own, hardware=hardware)
         packages = plan.facts.software.packages
-        assert packages.keys() == {"torch", "pluggy"}
+        assert packages.keys() == {"torch", "llguidance", "pluggy"}
         said = next(decision for decision in plan.decisions if decision.field == "packages")
-        assert said.why == f"torch 2.13.0+cpu; from here: pluggy {packages['pluggy']}"
+        sheet = f"llguidance {packages['llguidance']}, torch 2.13.0+cpu"
+        assert said.why == f"{sheet}; from here: pluggy {packages['pluggy']}"
     else:
         assert (
             "needy needs pluggy>=1"

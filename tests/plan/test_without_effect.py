@@ -210,7 +210,7 @@ def test_a_plugin_declares_its_own(planned: Planner) -> None:
         "ops.colour": "in the dark of cpu"
     }
     with pytest.raises(
-        PluginLoadError, match="without_effect of ops wax failed: RuntimeError: thirteen"
+        PluginLoadError, match="without_effect of ops 'wax' failed: RuntimeError: thirteen"
     ):
         planned({"ops": {"use": "wax", "layers": 13}}, plugins=own)
 

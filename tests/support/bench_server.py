@@ -23,6 +23,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.port = 0
         self.asked: list[tuple[str, dict]] = []
+        self.heads: list[str] = []
         self.running = self.most = 0
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -61,6 +62,7 @@ class FakeServer:
             )
             body = json.loads(await reader.readexactly(length) or b"{}")
             self.asked.append((path, body))
+            self.heads.append(head)
             self.running += 1
             self.most = max(self.most, self.running)
             try:

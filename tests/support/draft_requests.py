@@ -126,30 +126,33 @@ def context_ends_alike(llm: LLM, plain: LLM) -> None:
     all_pages_are_back(llm)
 
 
-def follows_distribution(llm: LLM, plain: LLM) -> None:
-    """Test the second token of 2000 seeded draws, a verified draft or its correction, against its
-    marginal.
+def follows_distribution(llm: LLM, plain: LLM, count: int = 2000) -> None:
+    """Test the third token of ``count`` seeded draws against its marginal.
 
-    Arguments as in ``limits_are_exact``.
+    The second token is drawn after the prompt's, whether drafts are accepted or not. The third one
+    is drawn behind a draft, and counts only if that draft is the second token.
+
+    Other arguments as in ``limits_are_exact``.
     """
     prompt = prompts()[2]
     every = SamplingParams(max_tokens=1, temperature=1.0, logprobs=VOCAB, ignore_eos=True)
 
-    def distribution(ids: list[int]) -> np.ndarray:
-        scores = plain.generate([ids], every)[0].logprobs
-        assert scores is not None
-        found = np.zeros(VOCAB)
-        found[scores.top_ids[0]] = np.exp(scores.top[0])
+    def distributions(rows: list[list[int]]) -> np.ndarray:
+        found = np.zeros((len(rows), VOCAB))
+        for row, one in zip(found, plain.generate(rows, every), strict=True):
+            assert one.logprobs is not None
+            row[one.logprobs.top_ids[0]] = np.exp(one.logprobs.top[0])
         return found
 
-    expected = sum(
-        share * distribution([*prompt, token]) for token, share in enumerate(distribution(prompt))
-    )
+    first = distributions([prompt])[0]
+    second = first[:, None] * distributions([[*prompt, one] for one in range(VOCAB)])
+    behind = [[*prompt, one, two] for one in range(VOCAB) for two in range(VOCAB)]
+    expected = second.reshape(-1) @ distributions(behind)
     draws = [
         SamplingParams(max_tokens=3, temperature=1.0, seed=seed, ignore_eos=True)
-        for seed in range(2000)
+        for seed in range(count)
     ]
-    tokens = [one.token_ids[1] for one in llm.generate([prompt] * len(draws), draws)]
+    tokens = [one.token_ids[2] for one in llm.generate([prompt] * len(draws), draws)]
     assert llm.stats.accepted_tokens > 50
     assert_follows(np.array(tokens), expected / expected.sum())
 

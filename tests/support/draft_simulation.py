@@ -56,11 +56,19 @@ def gain(rate: float, steps: int) -> float:
     return float(sum(rate**depth for depth in range(steps + 1)))
 
 
-def fixed_speed(costs: DraftCosts, shape: DraftShape, rows: int, rate: float) -> float:
-    """Return the tokens per second with drafts of one size."""
+def with_odds(rate: float, factor: float) -> float:
+    """Return the rate whose odds are those of ``rate`` times ``factor``."""
+    return factor * rate / (1 - rate + factor * rate)
+
+
+def fixed_speed(
+    costs: DraftCosts, shape: DraftShape, rows: int, rate: float, tree_odds: float = 1.0
+) -> float:
+    """Return the tokens per second with drafts of one size; see ``simulate`` for the arguments."""
     found = costs.of(shape)
     assert found is not None
-    return rows * gain(rate, shape.steps) / found.at(rows)
+    level = with_odds(rate, tree_odds if shape.is_tree else 1.0)
+    return rows * gain(level, shape.steps) / found.at(rows)
 
 
 def simulate(
@@ -69,6 +77,7 @@ def simulate(
     loads: Iterator[int],
     rate: Callable[[float], float],
     seed: int = 0,
+    tree_odds: float = 1.0,
 ) -> list[tuple[float, int, DraftShape, int]]:
     """Return (seconds, rows, size of the drafts, tokens) of each step.
 
@@ -76,8 +85,9 @@ def simulate(
         policy: the policy; it sees a step's results, and its seconds, ``LAG`` steps later.
         costs: seconds of the steps.
         loads: number of decoding rows of each step.
-        rate: acceptance rate of each draft, as a function of the seconds so far.
+        rate: acceptance rate of each draft of a chain, as a function of the seconds so far.
         seed: seed of the acceptance.
+        tree_odds: odds of a level of a tree, relative to those of a chain's draft.
     """
     random = np.random.default_rng(seed)
     flying: deque[tuple[np.ndarray, DraftShape, np.ndarray, float]] = deque()
@@ -86,7 +96,8 @@ def simulate(
     for load in loads:
         rows = np.arange(load, dtype=np.int32)
         shape = policy.choose(rows, load)
-        hits = random.random((load, max(shape.steps, 1))) < rate(clock)
+        level = with_odds(rate(clock), tree_odds if shape.is_tree else 1.0)
+        hits = random.random((load, max(shape.steps, 1))) < level
         counts = 1 + hits.cumprod(1).sum(1) * (shape.steps > 0)
         entry = costs.of(shape)
         assert entry is not None

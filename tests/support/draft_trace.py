@@ -88,7 +88,7 @@ class Trace:
 
     def accept(self, length: float) -> None:
         """Let verify steps gain ``length`` tokens on average."""
-        rates = self._engine.runner._simulated._rates
+        rates = self._engine.runner.sampler_rows.simulated._rates
         wanted = rates_of_length(length)
         rates.copy_(torch.tensor([*wanted, *[0.0] * (len(rates) - len(wanted))]))
 

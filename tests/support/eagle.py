@@ -107,6 +107,18 @@ def write_head(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Pat
     return folder
 
 
+def write_random_head(target: Path, architecture: str = DEEPSEEK_3) -> Path:
+    """Write config.json of a head for the target in the folder ``target``, beside it; return it.
+
+    Its weights are the engine's random ones (``weights.use = "random"``).
+    """
+    folder = target.parent / f"{target.name}-head"
+    folder.mkdir(exist_ok=True)
+    config = head_config(json.loads((target / "config.json").read_text()), architecture)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 class PlainHead:
     """A head over a whole sequence, without cache, in plain torch.
 

@@ -42,6 +42,7 @@ task: glowplug_generate
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
+fewshot_split: test
 output_type: generate_until
 doc_to_text: "{{{{question}}}}"
 doc_to_target: answer
@@ -75,6 +76,7 @@ class Mode:
         args: further arguments of the client.
         batch_size: prompts of a request.
         chat: the chat template is applied.
+        shots: worked examples in front of each question.
     """
 
     model: str
@@ -83,6 +85,7 @@ class Mode:
     args: dict[str, Any]
     batch_size: int = 1
     chat: bool = False
+    shots: int = 0
 
 
 LOCAL = {"tokenizer_backend": "huggingface", "tokenizer": str(embedded_path())}
@@ -106,6 +109,15 @@ MODES = {
         ("glowplug_generate",),
         {"num_concurrent": 4},
         chat=True,
+    ),
+    "chat, 8 shots": Mode(
+        "local-chat-completions",
+        "/v1/chat/completions",
+        ("glowplug_generate",),
+        {"num_concurrent": 128, "timeout": 999999, "max_gen_toks": 2048},
+        batch_size=128,
+        chat=True,
+        shots=8,
     ),
 }
 
@@ -178,6 +190,7 @@ def evaluate(mode: Mode, base_url: str, folder: Path) -> dict[str, Any]:
             tasks=list(mode.tasks),
             task_manager=TaskManager(include_path=str(folder), include_defaults=False),
             batch_size=mode.batch_size,
+            num_fewshot=mode.shots,
             apply_chat_template=mode.chat,
             bootstrap_iters=0,
         )
@@ -273,7 +286,7 @@ def compared(mode: Mode, found: dict[str, Any], direct: Direct) -> dict[str, Any
 def generated_directly(mode: Mode, prompt: Any, direct: Direct) -> str:
     """Return the engine's own answer to a prompt of the task ``glowplug_generate``."""
     if mode.chat:
-        messages = json.loads(prompt.prompt if hasattr(prompt, "prompt") else prompt)
+        messages = json.loads(prompt if isinstance(prompt, str) else prompt[0])
         return direct.chat(messages, 32, ["\n\n"])[0]
     begins = mode.args.get("tokenized_requests") is False
     return direct.completion(direct.ids(prompt, begins), 32, ["\n\n"])

@@ -434,7 +434,7 @@ def run_text(line: Published) -> str:
     Raises:
         AssertionError: the line was neither run nor refused by the plan.
     """
-    with _empty_folder() as folder, contextlib.chdir(folder):
+    with empty_folder() as folder, contextlib.chdir(folder):
         return _served(line) if line.program == SERVER else _commanded(line)
 
 
@@ -464,7 +464,7 @@ def _commanded(line: Published) -> str:
         assert status == 2 and "measures on cuda" in output, output
         return "refused: measures on a GPU (--list shows the tables)"
     if line.program in CLIENTS or "--base-url" in words:
-        return _status(run_main([*command, *_pointed(words)]))
+        return _status(run_main([*command, *pointed(words)]))
     if line.program != EXPORT:
         words += ["--device", "cpu"]
         if "embedded" not in words:
@@ -473,16 +473,16 @@ def _commanded(line: Published) -> str:
 
 
 @cache
-def _server() -> LocalServer:
+def server() -> LocalServer:
     """Start a server of the embedded model, which runs until this process ends."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(LocalServer({"model": "embedded"}))
 
 
-def _pointed(words: Sequence[str]) -> list[str]:
+def pointed(words: Sequence[str]) -> list[str]:
     """Return the words of a client with the address of the server."""
-    port = str(_server().port)
+    port = str(server().port)
     moved = [port if words[at - 1] == "--port" else word for at, word in enumerate(words)]
     return [word.replace(":30000", f":{port}") for word in moved]
 
@@ -497,88 +497,6 @@ def _status(done: tuple[int, str]) -> str:
     return refused_fields(fields)
 
 
-# ---- tools without a command line of their own ---------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A published tool that is another command here.
-
-    Attributes:
-        source: tag of the page that publishes it.
-        published: name of the tool and its options.
-        ours: our command, without ``glowplug``.
-        runs: commands for the run on a CPU; (): only the command's ``--help`` is run.
-    """
-
-    source: str
-    published: str
-    ours: str
-    runs: tuple[str, ...] = ()
-
-
-TOOLS = (
-    Tool(
-        "S4",
-        "sweep of 5, 20, 80 and 160 prompts, 1000 tokens in and out, with /flush_cache before each",
-        "bench serving --num-prompts 5 20 80 160 --max-concurrency 1 4 16 32 --random-input-len "
-        "1000 --random-output-len 1000 --random-range-ratio 1 --flush-cache",
-        (
-            "bench serving --num-prompts 2 4 --max-concurrency 1 4 --random-input-len 9 "
-            "--random-output-len 3 --random-range-ratio 1 --flush-cache --port 30000",
-        ),
-    ),
-    Tool(
-        "S4",
-        "tables of the sweep",
-        "bench table RESULTS.jsonl",
-        (
-            "bench one-batch --model embedded --device cpu --input-len 9 --output-len 3 "
-            "--output-file RESULTS.jsonl",
-            "bench table RESULTS.jsonl",
-        ),
-    ),
-    Tool(
-        "S0",
-        "a pool of threads with OpenAI's client, 760 tokens in and 460 out, concurrency 16 to 768",
-        "bench serving --backend openai-chat --num-prompts 32 1024 --max-concurrency 16 768 "
-        "--random-input-len 760 --random-output-len 460",
-        (
-            "bench serving --backend openai-chat --num-prompts 2 4 --max-concurrency 1 4 "
-            "--random-input-len 9 --random-output-len 8 --random-range-ratio 1 --port 30000",
-        ),
-    ),
-    Tool(
-        "S1",
-        "bench_int8_gemm.py, benchmark_vllm_vs_sglang_fused_moe_triton.py, sgl-kernel/benchmark",
-        "bench kernels --batch-size 1 128 2048",
-        ("bench kernels --model embedded --device cpu --slots linear --auto-only",),
-    ),
-    Tool(
-        "S1",
-        "benchmark/gsm8k/bench_sglang.py --num-shots 8 --num-questions 1319 --parallel 1319",
-        "eval gsm8k --num-shots 8 --num-questions 1319 --parallel 1319",
-    ),
-    Tool("S0", "the question of a character composed of two others", "eval golden"),
-)
-
-
-def tool_text(tool: Tool) -> str:
-    """Run a tool's commands on a CPU and return what happened.
-
-    Raises:
-        AssertionError: a command failed.
-    """
-    if not tool.runs:
-        status, _ = run_main([*tool.ours.split()[:2], "--help"])
-        return "there" if status == 0 else "not there yet"
-    with _empty_folder() as folder, contextlib.chdir(folder):
-        for command in tool.runs:
-            words = command.split()
-            status, output = run_main(_pointed(words) if "--port" in words else words)
-            assert status == 0, output
-    return "runs"
-
-
-def _empty_folder() -> tempfile.TemporaryDirectory[str]:
+def empty_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a new folder for a run."""
     return tempfile.TemporaryDirectory(prefix="glowplug-run-")

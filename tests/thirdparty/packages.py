@@ -55,11 +55,8 @@ def lines_of(name: str) -> int:
     return sum(len(path.read_text().splitlines()) for path in (FOLDER / name / "src").rglob("*.py"))
 
 
-def listed_when_installed(name: str, folder: Path) -> list[list[str]]:
-    """Install a sample as a wheel under ``folder``, and return its rows of ``glowplug plugins``.
-
-    Each row is slot, name of the component, plugin, distribution, version and contract.
-    """
+def install(name: str, folder: Path) -> Path:
+    """Install a sample as a wheel under ``folder``, and return the folder with its packages."""
     source, target = folder / "source", folder / "site"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(FOLDER / name, source, ignore=ignored)
@@ -69,13 +66,18 @@ def listed_when_installed(name: str, folder: Path) -> list[list[str]]:
         check=True,
         timeout=240,
     )
+    return target
+
+
+def run_installed(target: Path, *words: str) -> str:
+    """Run Python with the packages of ``target`` and return what it printed."""
     paths = {"PYTHONPATH": os.pathsep.join([str(target), str(ROOT / "src")])}
-    listed = subprocess.run(
-        [sys.executable, "-m", "glowplug", "plugins"],
+    done = subprocess.run(
+        [sys.executable, *words],
         capture_output=True,
         text=True,
-        check=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, **paths},
     )
-    return [line.split()[:6] for line in listed.stdout.splitlines() if f" {name} " in line]
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -20,7 +20,6 @@ from tests.thirdparty.packages import (
     FOLDER,
     MOST_LINES,
     lines_of,
-    listed_when_installed,
     private_imports,
 )
 
@@ -149,8 +148,3 @@ def test_a_declaration_that_fails_names_its_plugin(folder: Path) -> None:
 def test_the_sample_is_small_and_imports_the_public_interface_only() -> None:
     assert private_imports(NAME) == []
     assert lines_of(NAME) <= MOST_LINES
-
-
-def test_an_installation_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    rows = listed_when_installed(NAME, tmp_path)
-    assert [row[:5] for row in rows] == [["attention", "chunked", "chunked", NAME, "0.1.0"]]

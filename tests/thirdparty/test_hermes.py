@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from glowplug.entrypoints.front.chat.answers import answer_form
 from tests.e2e.serving import HTTP, Served, served
 from tests.e2e.test_tool_calls import CHAT, body, shown, streamed, whole
 from tests.support.tool_dialogues import DIALOGUES, PARIS, QUOTES, TOOLS, cases, hermes
-from tests.thirdparty.packages import FOLDER, listed_when_installed
+from tests.thirdparty.packages import FOLDER
 
 NAME = "glowplug-hermes"
 STRICT = Tool("f", parameters={"type": "object"}, strict=True).described()
@@ -180,9 +179,3 @@ def test_calls_that_cannot_be_forced_are_refused(
 ) -> None:
     answer = HTTP.post(server.url + CHAT, json=body("ok", **fields))
     assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
-
-
-def test_an_installation_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    rows = listed_when_installed(NAME, tmp_path)
-    name = "hermes_calls"
-    assert [row[:5] for row in rows] == [["outputs", name, name, NAME, "0.1.0"]]

@@ -31,7 +31,8 @@ DECLARATION = '''
 """The declaration of the model family "prism". It imports no torch."""
 
 from glowplug.core.api import (
-    Component, DecoderNames, Inventory, ModelFacts, ModelOffers, Options, decoder_tensors, hookimpl
+    Component, DecoderNames, Inventory, ModelFacts, ModelOffers, Options, TensorSpec,
+    decoder_tensors, hookimpl, weight_classes
 )
 
 MIXTRAL = "MixtralForCausalLM"
@@ -52,6 +53,7 @@ NAMES = {
         router="router",
         experts="units",
         expert_matrices=("w1", "w3", "w2"),
+        shared="common",
     ),
 }
 KEYS = {
@@ -59,7 +61,8 @@ KEYS = {
     "n_head_kv": "num_key_value_heads", "d_head": "head_dim", "n_ctx": "max_position_embeddings",
     "n_inner": "intermediate_size", "n_inner_expert": "moe_intermediate_size",
     "n_expert": "n_routed_experts", "n_expert_used": "num_experts_per_tok",
-    "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings",
+    "n_expert_shared": "n_shared_experts", "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
 }
 
 
@@ -94,7 +97,18 @@ def inventory(model: ModelFacts) -> Inventory:
     attention = decoder_tensors.grouped_attention(model, layers, names=names, **has(model))
     routed = (model.n_routed_experts > 0,) * model.num_layers
     bias = bool(model.config.get("ffn_bias"))
-    return decoder_tensors.decoder_inventory(model, attention, routed, mlp_bias=bias, names=names)
+    if model.config.get("expert_bias"):
+        router = names.within(names.moe, names.router, "e_score_correction_bias")
+        role = weight_classes.ROUTER
+        attention.append(TensorSpec(router, role, model.n_routed_experts, layers=layers))
+    return decoder_tensors.decoder_inventory(
+        model,
+        attention,
+        routed,
+        mlp_bias=bias,
+        shared_experts=model.config.get("n_shared_experts", 0),
+        names=names,
+    )
 
 
 @hookimpl
@@ -168,12 +182,13 @@ def layer(context, name, number):
             config["moe_intermediate_size"],
             facts.n_routed_experts,
             config["num_experts_per_tok"],
-            shared=0,
-            sigmoid=False,
+            shared=config.get("n_shared_experts", 0) * config["moe_intermediate_size"],
+            sigmoid=bool(config.get("expert_bias")),
             renormalize=bool(config.get("norm_topk")),
             names=names.expert_matrices,
             router=names.router,
             container=names.experts,
+            shared_name=names.shared,
         )
         feed_forward = Moe(context, f"{name}.{names.moe}", sizes)
     else:
@@ -188,6 +203,16 @@ PLUGIN = ["prism_plugin"]
 SMALL: dict[str, Any] = dict(COMMON, num_key_value_heads=2, num_hidden_layers=2, rms_norm_eps=0.01)
 EXPERTS: dict[str, Any] = dict(SMALL, num_experts_per_tok=2)
 QWEN_MOE = {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16, "attention_bias": True}
+DOTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+}
 #: the reference's names, as expressions -> those of a Prism checkpoint
 RENAMED = {
     r"^model\.embed_tokens": "transformer.wte",
@@ -200,6 +225,7 @@ RENAMED = {
     r"\.self_attn\.([qk])_norm\.": r".attn.\1_ln.",
     r"\.(mlp|block_sparse_moe)\.gate\.": ".block_sparse_moe.router.",
     r"\.(mlp|block_sparse_moe)\.experts\.": ".block_sparse_moe.units.",
+    r"\.mlp\.shared_experts\.": ".block_sparse_moe.common.",
     r"\.mlp\.": ".ffn.",
     r"\.gate_proj\.": ".w1.",
     r"\.up_proj\.": ".w3.",
@@ -233,6 +259,11 @@ CASES = {
         {**EXPERTS, **QWEN_MOE},
         {"qk_ln": True, "qkv_bias": True, "out_bias": True},
     ),
+    "prism, a shared expert": Case(
+        "Dots1ForCausalLM",
+        {**EXPERTS, **DOTS},
+        {"qk_ln": True, "expert_bias": True, "n_expert_shared": 2, "norm_topk": True},
+    ),
     "prism, dense, biases of inputs": Case("Qwen2ForCausalLM", SMALL, {"qkv_bias": True}),
     "prism, dense, tied, all biases": Case(
         "LlamaForCausalLM",
@@ -240,7 +271,8 @@ CASES = {
         {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "tied": True},
     ),
 }
-MANY = ["mixtral", "prism", "prism, norms and biases"]  #: cases with experts
+#: cases with experts
+MANY = ["mixtral", "prism", "prism, norms and biases", "prism, a shared expert"]
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -366,7 +398,13 @@ def config_of(folder: Path, mesh: Mapping[str, int], **more: Any) -> dict[str, A
 
 @pytest.mark.parametrize(
     "mesh",
-    [{}, {"tensor": 2}, {"tensor": 2, "ep_moe": 2}, {"tensor": 4, "ep_moe": 2}],
+    [
+        {},
+        {"tensor": 2},
+        {"tensor": 2, "ep_moe": 2},
+        {"tensor": 4, "ep_moe": 2},
+        {"tensor": 4, "ep_moe": 2, "dp_attention": 2},
+    ],
     ids=lambda mesh: "".join(f"{use}{size}" for use, size in mesh.items()) or "one",
 )
 @every_case

@@ -8,6 +8,7 @@ target's KV pool and reads hidden states of chosen layers. Rows with fewer draft
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,62 @@ def test_an_algorithm_chooses_the_width_of_each_step(tmp_path: Path) -> None:
     pairs = zip(taken, taken[1:])
     assert all(shapes.index(b) == (shapes.index(a) + 1) % len(shapes) for a, b in pairs)
     assert all((np.asarray(counts) <= shape.steps + 1).all() for shape, counts in Turns.seen)
+
+
+HOLDING = """
+from glowplug_lines.runtime import Lines
+
+class Own(Lines):
+    held = {}  # row -> id of its sequence
+    ended = []
+    wrong = []
+
+    def draft(self, batch):
+        for row in batch.left:
+            self.ended.append(self.held.pop(row, None))
+        for one in batch.joined:
+            if one.row in self.held:
+                self.wrong.append((one.row, self.held[one.row], one.id))
+            if one.row >= 0:
+                self.held[one.row] = one.id
+        return super().draft(batch)
+"""
+
+
+@pytest.mark.usefixtures("_package")
+@pytest.mark.parametrize("graphs", ["eager", "replaying"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_algorithm_sees_that_a_row_was_left(
+    tmp_path: Path, graphs: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row is left before its next sequence joins, also in steps that are replayed."""
+    (tmp_path / "own_sizes_runtime.py").write_text(HOLDING)
+    monkeypatch.delitem(sys.modules, "own_sizes_runtime", raising=False)
+    monkeypatch.delitem(sys.modules, "own_sizes", raising=False)
+    lengths = [4, 30, 9, 17, 12]
+    asked = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    prompts = [[3 + number, 4, 5, 3] for number in range(len(lengths))]
+    with LLM(
+        model=str(write_config(tmp_path / "model", "llama")),
+        plugins=["own_sizes", "tests.plugins.replaying"],
+        speculative={"use": "own_sizes", "steps": 3, "newline": 3},
+        scheduler={"max_running_requests": 2, "overlap": overlap},
+        graphs={"use": graphs},
+        weights={"use": "random"},
+        executor={"use": "inline"},
+        skip_tokenizer=True,
+        dtype="float32",
+        device="cpu",
+        context_length=128,
+        memory={"kv_tokens": 1024},
+    ) as llm:
+        llm.generate(prompts, asked)
+        llm.generate(prompts[:1], asked[0])  # its first step has the last rows that were left
+        from own_sizes_runtime import Own  # type: ignore[import-not-found]
+
+        assert Own.wrong == []
+        assert len(set(Own.ended)) == len(Own.ended) == len(lengths)
+        assert len(Own.held) == 1
 
 
 # ---- layers and hidden states of a draft ---------------------------------------------------------

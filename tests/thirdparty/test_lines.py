@@ -5,10 +5,6 @@ pass the suite, change no greedy token, and are found by their entry point when 
 from __future__ import annotations
 
 import ast
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,28 +113,3 @@ def test_an_id_that_no_token_has_is_refused(folder: Path) -> None:
     with pytest.raises(PlanRefused) as caught:
         engine(folder, speculative={"use": "lines", "newline": VOCAB})
     assert [refusal.field for refusal in caught.value.refusals] == ["speculative.newline"]
-
-
-def test_an_installation_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    target = tmp_path / "site"
-    subprocess.run(
-        [*pip, "--no-build-isolation", "--target", str(target), str(source)],
-        check=True,
-        timeout=240,
-    )
-    paths = {"PYTHONPATH": os.pathsep.join([str(target), str(ROOT / "src")])}
-    listed = subprocess.run(
-        [sys.executable, "-m", "glowplug", "plugins"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        env={**os.environ, **paths},
-    )
-    found = [line.split() for line in listed.stdout.splitlines() if "glowplug-lines" in line]
-    assert [line[:5] for line in found] == [
-        ["speculative", "lines", "lines", "glowplug-lines", "0.1.0"]
-    ]

@@ -16,7 +16,7 @@ from glowplug.core.protocols import Limits, SpeculativeAlgorithm, Worker
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.suites.speculative import SpeculativeSuite
 from tests.support.tiny import write_config
-from tests.thirdparty.packages import FOLDER, listed_when_installed
+from tests.thirdparty.packages import FOLDER
 
 NAME = "glowplug-ngram"
 PLUGIN = ["glowplug_ngram.plugin", "tests.plugins.replaying"]
@@ -137,9 +137,3 @@ def test_lengths_that_exclude_each_other_are_refused(folder: Path) -> None:
     with pytest.raises(PlanRefused) as caught:
         engine(folder, speculative={"use": "prompt_copy", "shortest": 5})
     assert [refusal.field for refusal in caught.value.refusals] == ["speculative.shortest"]
-
-
-def test_an_installation_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    rows = listed_when_installed(NAME, tmp_path)
-    name = "prompt_copy"
-    assert [row[:5] for row in rows] == [["speculative", name, name, NAME, "0.1.0"]]

@@ -27,7 +27,6 @@ from tests.thirdparty.packages import (
     FOLDER,
     MOST_LINES,
     lines_of,
-    listed_when_installed,
     private_imports,
 )
 
@@ -209,8 +208,3 @@ def test_unsupported_configurations_are_refused(
 def test_the_sample_is_small_and_imports_the_public_interface_only() -> None:
     assert private_imports(NAME) == []
     assert lines_of(NAME) <= MOST_LINES
-
-
-def test_an_installation_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    rows = listed_when_installed(NAME, tmp_path)
-    assert [row[:5] for row in rows] == [["model", "qwen", "qwen", NAME, "0.1.0"]]

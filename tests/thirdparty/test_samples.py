@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from tests.thirdparty.packages import (
     FOLDER,
     MOST_LINES,
     ROOT,
+    install,
     lines_of,
     private_imports,
     private_modules,
+    run_installed,
 )
 
 #: sample -> module of its slot's conformance suite; None: no slot, hence no suite
@@ -110,6 +113,54 @@ def test_a_sample_registers_in_the_slot_that_the_docs_state(
     source = PluginSource(sample, f"glowplug_{sample}.plugin", f"glowplug-{sample}", "0.1.0")
     rows = {slot for slot, names in components_of(source).items() if names}
     assert rows == ({ROWS[sample][2]} - {"none"})
+
+
+WORKS = """
+import importlib, json, sys
+from types import SimpleNamespace
+
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+from glowplug.core.plan.resolve import plan as make_plan
+from glowplug.core.plugin.registry import load_plugins
+from glowplug.entrypoints.cli.commands.plugins import listing
+from glowplug.entrypoints.server.app import create_app
+
+plugins = load_plugins()
+(entry,) = (one for one in listing(plugins) if one["distribution"] == sys.argv[1])
+plan = make_plan({"model": "embedded", "device": "cpu"}, plugins=plugins)
+client = SimpleNamespace(stats=dict, group_stats=dict)
+app = create_app(plan, client, None, [], plugins)
+entry["routes"] = [*app.openapi()["paths"]]
+print(json.dumps(entry))
+"""
+#: sample -> a route of it, and a command line with what it prints
+SURFACES: dict[str, tuple[str, list[str], str]] = {
+    "messages": ("/messages", ["ask", "--help"], "most tokens of the answer"),
+    "surface": ("/continue", ["shout", "hello"], "HELLO"),
+}
+
+
+@samples
+def test_a_sample_works_when_installed_as_a_wheel(sample: str, tmp_path: Path) -> None:
+    """The wheel has all modules and the entry point; components, routes and commands are found."""
+    name = f"glowplug-{sample}"
+    target = install(name, tmp_path)
+    source = FOLDER / name / "src"
+    files = {str(path.relative_to(source)) for path in source.rglob("*.py")}
+    package = target / f"glowplug_{sample}"
+    assert files == {str(path.relative_to(target)) for path in package.rglob("*.py")}
+    modules = [
+        one.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for one in sorted(files)
+    ]
+    entry = json.loads(run_installed(target, "-c", WORKS, name, *modules))
+    assert entry["version"] == "0.1.0"
+    slots = {one["slot"] for one in entry["components"]}
+    assert slots == ({ROWS[sample][2]} - {"none"})
+    if sample in SURFACES:
+        route, words, said = SURFACES[sample]
+        assert route in entry["routes"]
+        assert said in run_installed(target, "-m", "glowplug", *words)
 
 
 def components_of(source: PluginSource) -> dict[str, list[str]]:

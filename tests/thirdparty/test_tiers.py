@@ -36,7 +36,6 @@ from tests.thirdparty.packages import (
     FOLDER,
     MOST_LINES,
     lines_of,
-    listed_when_installed,
     private_imports,
 )
 
@@ -397,8 +396,3 @@ def test_an_offer_of_an_unknown_option_is_refused_at_load() -> None:
 def test_the_sample_is_small_and_imports_the_public_interface_only() -> None:
     assert private_imports(NAME) == []
     assert lines_of(NAME) <= MOST_LINES
-
-
-def test_an_installation_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    found = listed_when_installed(NAME, tmp_path)
-    assert [row[:5] for row in found] == [["cache", "tiers", "tiers", NAME, "0.1.0"]]

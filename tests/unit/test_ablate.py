@@ -12,6 +12,7 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.bench.ablation import command, record
+from glowplug.entrypoints.bench.ablation.planning import plan_rows, technique_cells
 from glowplug.entrypoints.bench.ablation.rows import (
     grid,
     one_at_a_time,
@@ -96,6 +97,64 @@ def test_every_technique_changes_the_plan_and_its_cell() -> None:
         assert technique.cell(plans[0]) != technique.cell(plans[1]), technique.name
 
 
+def test_drafts_are_an_algorithm_with_a_size_and_a_folder() -> None:
+    """Options of the configuration's own algorithm do not reach another one."""
+    base = {"speculative": {"use": "nextn", "steps": 3, "adaptive": False, "draft_model": "layer"}}
+
+    def changed(value: str) -> dict[str, object]:
+        found: dict[str, object] = with_settings(base, {"drafts": value})["speculative"]
+        return found
+
+    assert changed("none") == {"use": "none", "adaptive": False}
+    assert changed("ngram") == {"use": "ngram", "adaptive": False}
+    assert changed("nextn") == base["speculative"]
+    assert changed("nextn:1") == {**base["speculative"], "steps": 1}
+    assert changed("standalone:2@/models/a:b") == {
+        "use": "standalone",
+        "adaptive": False,
+        "steps": 2,
+        "draft_model": "/models/a:b",
+    }
+    sizes = {"steps": 3, "topk": 4, "draft_tokens": 8}
+    assert changed("eagle:3/4/8@head") == {
+        "use": "eagle",
+        "adaptive": False,
+        "draft_model": "head",
+        **sizes,
+    }
+    for value in ("eagle@", ":3", "nextn:1/2"):
+        with pytest.raises(ValueError, match=f"drafts={value}: expected"):
+            changed(value)
+    with pytest.raises(ValueError, match="both choose the drafts"):
+        with_settings(base, {"drafts": "ngram", "nextn": "1"})
+
+
+def test_the_drafts_of_a_model_are_those_that_need_no_folder() -> None:
+    """The embedded model comes with an EAGLE head, the shape of Llama has nothing to draft with."""
+    plugins = load_plugins(entry_points=False)
+    llama = "models/shapes/tiny-llama.json"
+    assert compared_values("drafts", plugins, "embedded") == ("none", "nextn", "ngram", "eagle")
+    assert compared_values("drafts", plugins, V3) == ("none", "nextn", "ngram")
+    assert compared_values("drafts", plugins, llama) == ("none", "ngram")
+
+
+def test_drafts_are_in_a_column_of_their_own() -> None:
+    """The column NextN shows only drafts of that layer."""
+    plugins = load_plugins(entry_points=False)
+    base = {"model": "embedded", "speculative": {"adaptive": False}}
+    rows = [{}, {"drafts": "ngram"}, {"drafts": "eagle:2/1/3"}, {"drafts": "standalone"}]
+    none, ngram, eagle, refused = plan_rows(rows, base, plugins)
+    cells = [technique_cells(row, none) for row in (none, ngram, eagle, refused)]
+    assert cells[0]["drafts"] == "" and cells[1]["drafts"].startswith("ngram ")
+    assert [one["nextn"] for one in cells] == ["", "", "", ""]
+    assert (cells[2]["drafts"], cells[3]["drafts"]) == ("eagle 2/1/3", "standalone")
+    assert any("no folder of one is given" in one.reason for one in refused.refusals)
+    (nextn,) = plan_rows([{"drafts": "nextn:2"}], base, plugins)
+    assert technique_cells(nextn, none) | {"drafts": "nextn 2/1/3", "nextn": "2/1/3"} == (
+        technique_cells(nextn, none)
+    )
+
+
 def test_a_wrong_technique_or_value_is_refused_with_those_there_are(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -123,6 +182,19 @@ def test_a_file_of_something_else_is_not_replaced(
 
 
 # ---- tables --------------------------------------------------------------------------------------
+
+
+def test_algorithms_of_drafts_are_measured_beside_each_other(tmp_path: Path) -> None:
+    values = "drafts=none,ngram:2"
+    small = ["--queries", "1", "--concurrency", "--set", "speculative.adaptive=false"]
+    status, document = ablate(tmp_path, "--vary", values, *small)
+    rows = by_label(document)
+    assert status == 0 and rows["drafts=none"]["status"] == "same plan"
+    ngram = rows["drafts=ngram:2"]
+    assert ngram["cells"]["drafts"] == "ngram 2/1/3" and ngram["cells"]["nextn"] == ""
+    assert ngram["single"]["accept_length"] >= 1
+    page = (tmp_path / "ablation.md").read_text()
+    assert "ngram 2/1/3" in page and "| drafts" in page
 
 
 def test_rows_that_run_and_rows_that_are_refused(

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench.others import drafts
+from glowplug.entrypoints.bench.others.floor import step_bytes
 from glowplug.entrypoints.bench.others.in_process import BatchTimes
+from glowplug.entrypoints.bench.others.step_floor import draft_step_bytes, nextn_reads
 from tests.support.tiny import write_config
 
 
@@ -55,13 +59,25 @@ def test_a_simulated_length_is_the_recorded_one(folder: Path, tmp_path: Path, co
     assert list(found["draft_shapes"]) == ["3/1/4"]
 
 
-def test_rates_by_position_and_tokens_of_a_step(folder: Path, tmp_path: Path) -> None:
+def test_rates_by_position_and_tokens_of_a_step(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The floor of a step includes the passes of the draft."""
     words = [*("one-batch " + SHAPE).split(), "--simulate-accept-rates", "1,0.5,1"]
-    found = record(folder, tmp_path, *words)
+    found = record(folder, tmp_path, *words, "--bandwidth", "0.01")
     assert found["accept_rates"] == pytest.approx([1.0, 0.5, 0.5], abs=0.1)
     # a step gains the accepted drafts as well
     tokens = found["decode_tokens_per_s"] * found["decode_median_ms"] / 1e3 / 4
     assert tokens == pytest.approx(found["accept_length"], rel=0.12)
+    facts = load_plugins(entry_points=False).read_model(str(folder)).facts
+    of_step = draft_step_bytes(
+        facts, DraftShape.chain(3), 4, 8, nextn_reads(facts), element=4, kv_element=4
+    )
+    plain = step_bytes(facts, 4, 8, element=4, kv_element=4)
+    assert found["floor_gb"] * 1e9 == pytest.approx(of_step.total)
+    allowed = found["accept_length"] * plain.total / of_step.total
+    assert found["allowed_speedup"] == pytest.approx(allowed)
+    assert "allowed_speedup" in capsys.readouterr().out
 
 
 def test_the_model_s_own_acceptance_is_recorded(folder: Path, tmp_path: Path) -> None:

@@ -68,6 +68,12 @@ def test_draft_extend_is_swept_by_default(
     assert "graphs.draft_extend: " in shown.err and "no effect: no step is captured" in shown.err
 
 
+def test_the_servers_simulate_an_acceptance(started: list[dict[str, Any]]) -> None:
+    assert run(*DRAFTS, "--vary", "", "--simulate-accept-length", "1.5") == 0
+    (config,) = started
+    assert config["speculative"]["simulate_accept_rates"] == [0.5] and config["benchmark"] is True
+
+
 def test_a_setting_that_cannot_run_has_its_reason(
     started: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ from tests.support.waiting import until
 #: to be chosen
 EXTRAS = {
     *("triton", "flashinfer", "sgl_kernel", "deep_gemm", "ray", "xgrammar"),
-    *("opentelemetry", "sentencepiece", "google", "huggingface_hub"),
+    *("opentelemetry", "sentencepiece", "google", "huggingface_hub", "deepseek_recipe"),
 }
 #: packages that a single folder may import -> the folder's reason
 APART = {

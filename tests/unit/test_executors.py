@@ -18,7 +18,7 @@ from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.step.messages import Failed, Progress
+from glowplug.core.step.messages import Failed, Progress, RunningCall
 from glowplug.entrypoints.cli.flags.command_line import serve_defaults
 from glowplug.plugins.executors.ranks.failure_cause import (
     QUIET,
@@ -163,8 +163,9 @@ def test_progress_counts_for_the_whole_engine() -> None:
     clock.now = 216.0
     reason = start.look({0: "weights 9%", 1: "weights 100%"})
     assert reason is not None
-    assert reason.startswith(
-        "no rank has made progress for 60 s; rank 0 is in phase weights 9% (a longer"
+    assert reason == (
+        "no rank has made progress for 60 s; rank 0 is in phase weights 9%\n"
+        "    fix: wait longer (collectives.timeout, --dist-timeout)"
     )
     assert start.look({0: "ready", 1: "serve"}) is None
 
@@ -175,7 +176,27 @@ def test_a_start_may_have_a_limit_of_its_own() -> None:
     assert start.meeting_limit == 5.0 and StartWatch(60.0, None, clock).meeting_limit == 60.0
     clock.now = 6.0
     reason = start.look({0: "ready", 1: "capture 50%", 2: "kv", 3: "capture 4%"})
-    assert reason == "rank 2 was not ready after 5 s (phase kv)"
+    assert reason is not None
+    assert reason.startswith("rank 2 was not ready after 5 s (phase kv)\n")
+    call = RunningCall("cache 'x' (y 1)", "reserve", "correct or update y 1")
+    assert start.look({0: "kv"}, {0: call}) == (
+        "rank 0 was not ready after 5 s (phase kv, in reserve of cache 'x' (y 1))\n"
+        "    fix: correct or update y 1, or wait longer (executor.start_timeout)"
+    )
+
+
+def test_a_rank_that_waits_in_collectives_is_not_named_before_one_of_the_same_phase() -> None:
+    clock = Clock()
+    start = StartWatch(60.0, 5.0, clock)
+    clock.now = 6.0
+    calls = {
+        0: RunningCall("collectives 'gloo' (built in)", "broadcast", "report it", waits=True),
+        1: RunningCall("sampling 'slow' (y 1)", "sample", "correct or update y 1"),
+    }
+    reason = start.look({0: "self-test", 1: "self-test"}, calls)
+    assert reason is not None and reason.startswith("rank 1 was not ready")
+    reason = start.look({0: "kv", 1: "self-test"}, calls)
+    assert reason is not None and reason.startswith("rank 0 was not ready")
 
 
 def test_a_short_limit_leaves_time_to_import() -> None:

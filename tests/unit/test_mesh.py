@@ -94,6 +94,7 @@ def test_a_later_strategy_refines_the_ones_before() -> None:
     )  # type: ignore[list-item]
     assert stack.shard("heads", "a", 16) is whole and stack.shard("row", "a", 16) is split
     assert stack.shard("vocab", "a", 48) == Shard(0, 48, 48)
+    assert stack.shard("heads_row", "a", 16) is split, "the general role decides"
     assert stack.router() is None and stack.expert_exchange("a", 4) is mine
     assert stack.agree(StepShape(Mode.DECODE, 0, 0)).rows == 12
     zero = torch.zeros(())

@@ -19,7 +19,7 @@ from tests.support.source_tree import ROOT
 RECORDS = ROOT / "docs" / "benchmarks"
 FIGURES = sorted(RECORDS.rglob("*.svg"))
 #: a unit in an axis label, or a number that has none
-UNIT = re.compile(r", (ms|us|s|min|%|MiB|GiB|sequences)\b|tokens/s|^tokens$")
+UNIT = re.compile(r", (ms|us|s|min|%|MiB|GiB|sequences)\b|tokens/s|^tokens$|^requests/s$")
 
 
 def texts(figure: str) -> list[str]:
@@ -36,7 +36,7 @@ def drawn(record: dict[str, Any], name: str, folder: Path) -> str:
 def test_every_chart_is_drawn_for_the_docs_and_shown_in_a_page() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [path.name for path in FIGURES if f"{path.name})" not in pages] == []
-    kinds = {"latency", "decode", "floor", "startup", "memory", "soak", "ablation"}
+    kinds = {"latency", "percentiles", "decode", "floor", "startup", "memory", "soak", "ablation"}
     assert {name for name in kinds if any(name in path.name for path in FIGURES)} == kinds
     assert any("attention" in path.name for path in FIGURES)
     assert {chart.name for chart in CHARTS} == kinds | {"kernels"}

@@ -13,8 +13,9 @@ import pytest
 
 from glowplug.core.engine.in_flight import InFlight
 from glowplug.core.errors import CollectiveError, WeightError
-from glowplug.core.step.messages import Failed, decode_outbound
+from glowplug.core.step.messages import Failed, Progress, decode_outbound
 from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
+from glowplug.plugins.executors.ranks import process
 from glowplug.plugins.executors.ranks.process import RankLink, waiting_modules
 from tests.support.waiting import LIMIT
 
@@ -93,6 +94,29 @@ def test_a_rank_that_waits_for_others_reports_a_consequence(
     ended.set()
     thread.join(LIMIT)
     assert said.stuck and said.consequence == (consequence or place == "exchange")
+
+
+def test_a_loop_that_stands_still_is_noted_once_before_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Time:
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += 4.0
+
+    monkeypatch.setattr(process, "time", Time())
+    pipe = Pipe()
+    link = RankLink(pipe, 0)
+    link.phase = "serve"
+    link.beat_forever(30.0)
+    said = [one for sent in pipe.sent for one in decode_outbound(sent)]
+    noted = [one.note for one in said if isinstance(one, Progress) and one.note]
+    assert len(noted) == 1 and noted[0].startswith("its loop has stood still for 12 s, in ")
+    assert isinstance(said[-1], Failed) and "for 32 s" in said[-1].reason
 
 
 def suppressed(work: Callable[[], object]) -> None:

@@ -82,6 +82,22 @@ def test_every_kind_and_route_is_drawn() -> None:
             assert isinstance(orjson.loads(one.body), dict)
 
 
+def test_grammars_of_new_requests_differ() -> None:
+    """Caches of grammars cannot have them, whether they can be compiled or not."""
+    mix = ExchangeMix(random.Random(1), 512)
+    drawn = [mix.next() for _ in range(900)]
+    for kind, status in (("new schema", 200), ("bad grammar", 400)):
+        bodies = [orjson.loads(one.body) for one in drawn if one.kind == kind]
+        assert {one.status for one in drawn if one.kind == kind} == {status}
+        grammars = [
+            orjson.dumps(body.get("response_format") or body["structured_outputs"])
+            for body in bodies
+        ]
+        assert len(grammars) > 15 and len(set(grammars)) == len(grammars)
+    choices = [orjson.loads(one.body)["n"] for one in drawn if one.kind == "choices"]
+    assert set(choices) == {2, 3, 4}
+
+
 def test_answers_are_checked() -> None:
     with served(FakeExecutor()) as one:
         runs = soak(one.url)

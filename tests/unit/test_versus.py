@@ -288,7 +288,7 @@ def test_servers_with_a_simulated_acceptance(
     offline = json.loads((out / "offline-glowplug.jsonl").read_text())
     assert offline["accept_length"] == pytest.approx(2.6, abs=0.15)
     (row,) = record["tables"]["serving, output tokens/s"]
-    assert "share_of_floor" not in row, "the floors are those of one token per step"
+    assert 0 < row["share_of_floor"] < 1
     given = dict(
         line.split()
         for line in peers["trace"].read_text().splitlines()

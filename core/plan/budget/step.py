@@ -19,6 +19,7 @@ from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.offers import SamplerOffers
 
 CUDA_RUNTIME = 736 * MIB  #: bytes of the CUDA context, kernel code and libraries' workspaces
+DRAFT_HEAD = "draft head"  #: name of the budget line for the draft's copy of rows of the head
 RESERVED = "attention buffers"  #: name of the budget line for ``AttentionOffers.reserves``
 DRAFT_STATE = "draft state"  #: name of the budget line for ``SpeculativeOffers.reserves``
 HOST_COPIES = 3.0  #: memory of float32 logits and of sampling on a CPU, in copies of the logits
@@ -59,7 +60,7 @@ def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
         )
     )
     lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
-    lines += _collective_line(proposal, counts)
+    lines += _collective_lines(proposal, counts)
     graphs = graph_line(
         proposal, counts.captured, partial(LayerBytes(proposal).claimed, features_of(proposal))
     )
@@ -82,10 +83,11 @@ def _draft_head_line(proposal: Proposal) -> list[BudgetLine]:
     rows = speculative.options.head_rows() if speculative is not None else 0
     if not rows:
         return []
-    model = proposal.facts.model
+    whole = proposal.draft
+    model = proposal.facts.model if whole is None else whole.facts.model
     own = -(-rows // axis_size("attn_tp", proposal.values.mesh))
     size = own * model.hidden_size * DTYPE_BYTES[proposal.values.dtype]
-    return [BudgetLine("draft head", size, f"{rows} tokens that drafts choose from")]
+    return [BudgetLine(DRAFT_HEAD, size, f"{rows} tokens that drafts choose from")]
 
 
 def _draft_state_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
@@ -130,23 +132,28 @@ def _longest(proposal: Proposal) -> int:
     return proposal.config.context_length or proposal.facts.model.max_positions
 
 
-def _collective_line(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
-    """Return the budget line of the buffers for exchange between ranks; [] if there are none."""
+def _collective_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
+    """Return the budget lines of the exchange between ranks: buffers, and those of a library."""
     collectives = proposal.collectives
-    if collectives is None or collectives.offers.buffer_bytes is None:
+    if collectives is None:
         return []
     mesh = proposal.values.mesh
     model = proposal.facts.model
-    size = collectives.offers.buffer_bytes(
-        mesh, model.hidden_size, counts.groups * counts.step_tokens
-    )
-    if collectives.offers.expert_rows:
+    offers = collectives.offers
+    sized = (mesh, model.hidden_size, counts.groups * counts.step_tokens)
+    size = offers.buffer_bytes(*sized) if offers.buffer_bytes is not None else 0
+    if size and offers.expert_rows:
         size += sum(
             chosen.offers.buffer_bytes(chosen.options, mesh, model, counts.step_tokens)
             for chosen in proposal.parallel
             if chosen.offers.buffer_bytes is not None
         )
-    return [BudgetLine("exchange buffers", size, f"of {collectives.name}")] if size else []
+    library = offers.library_bytes(*sized) if offers.library_bytes is not None else 0
+    found = (
+        BudgetLine("exchange buffers", size, f"of {collectives.name}"),
+        BudgetLine("exchange library", library, f"an estimate, of {collectives.name}"),
+    )
+    return [line for line in found if line.bytes]
 
 
 def _sampler(proposal: Proposal) -> SamplerOffers:

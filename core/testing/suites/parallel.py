@@ -26,6 +26,9 @@ SPLIT_ROLES = (
     "heads",
     "experts",
     "expert_width",
+    "shared_column",
+    "shared_row",
+    "heads_row",
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)  #: dtypes that collectives must support
 

@@ -13,11 +13,15 @@ from typing import Any
 
 from glowplug.core.config.files import set_path
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.offers import SpeculativeOffers
 from glowplug.core.plugin.registry import PluginSet
+from glowplug.core.plugin.speculative_options import SpeculativeOptions
 from glowplug.entrypoints.cli.flags.layer import literal, value_at
 
 Config = dict[str, Any]
 ON, OFF = "on", "off"
+KNOBS = ("steps", "topk", "draft_tokens")  #: options for the size of drafts
 MARK = "x"  #: cell of a technique that is on
 WHOLE_STEP = 32768  #: most prompt tokens of a step without chunked prefill
 TENSOR = "tensor"
@@ -31,7 +35,8 @@ class Technique:
     Attributes:
         name: name on the command line and in files of rows.
         title: heading of its column.
-        values: values that are compared unless others are given; (): the backends of the model.
+        values: values that are compared unless others are given; (): those of the model
+            (``compared_values``).
         accepts: the values that it can have, for messages.
         apply: changes a configuration to a value; raises ValueError for a wrong value.
         cell: text of a plan's cell in the column.
@@ -122,21 +127,79 @@ def _apply_attention(config: Config, value: str) -> None:
     _section(config, "attention")["use"] = value
 
 
+def _knobs(text: str) -> dict[str, int]:
+    """Parse the size of drafts, steps or ``STEPS/TOPK/TOKENS``, into options."""
+    found = [_number(part, 0) for part in text.split("/")]
+    if len(found) not in (1, 3):
+        raise ValueError(f"expected steps or STEPS/TOPK/TOKENS, not {text!r}")
+    return dict(zip(KNOBS, found))
+
+
 def _apply_nextn(config: Config, value: str) -> None:
     """Set drafts of the next-token layer: ``off``, ``on``, steps, or ``STEPS/TOPK/TOKENS``."""
     given = _section(config, "speculative")
-    knobs = [_number(part, 0) for part in {ON: "1", OFF: "0"}.get(value, value).split("/")]
-    if len(knobs) not in (1, 3):
-        raise ValueError(f"expected steps or STEPS/TOPK/TOKENS, not {value!r}")
-    for name in ("steps", "topk", "draft_tokens"):
+    knobs = _knobs({ON: "1", OFF: "0"}.get(value, value))
+    for name in KNOBS:
         given.pop(name, None)
-    if not knobs[0]:
+    if not knobs["steps"]:
         config["speculative"] = {"use": "none"}
         return
-    given |= {"use": "nextn", **dict(zip(("steps", "topk", "draft_tokens"), knobs))}
+    given |= {"use": "nextn", **knobs}
 
 
-def _nextn_cell(plan: EnginePlan) -> str:
+def _apply_drafts(config: Config, value: str) -> None:
+    """Set the algorithm of drafts: ``ALGORITHM[:SIZE][@FOLDER]``.
+
+    The options of the configuration's own algorithm are kept for this algorithm only, except
+    ``adaptive``, which all of them have.
+    """
+    words, at, folder = value.partition("@")
+    name, colon, size = words.partition(":")
+    if not name or (at and not folder) or (colon and not size):
+        raise ValueError(f"expected ALGORITHM[:SIZE][@FOLDER], not {value!r}")
+    given = config.get("speculative", {})
+    same = given.get("use") == name
+    kept = {key: given[key] for key in given if same or key == "adaptive"}
+    sizes = _knobs(size) if size else {key: kept[key] for key in KNOBS if key in kept}
+    others = {key: kept[key] for key in kept if key not in KNOBS}
+    folders = {"draft_model": folder} if folder else {}
+    config["speculative"] = {**others, "use": name, **sizes, **folders}
+
+
+def _drafts_of(plugins: PluginSet, model: str) -> tuple[str, ...]:
+    """Return the algorithms of drafts that need no folder, or have one for the model."""
+    facts = plugins.read_model(model).facts
+
+    def fits(component: Component) -> bool:
+        offers = component.offers
+        if not isinstance(offers, SpeculativeOffers):
+            return False
+        missing = offers.nextn_layer and not facts.nextn_layers
+        if not (missing or offers.eagle_head or offers.whole_model):
+            return True
+        options = component.options(use=component.name)
+        return isinstance(options, SpeculativeOptions) and bool(options.draft_for(facts.path))
+
+    components = [one.component for one in plugins.components("speculative")]
+    return tuple(one.name for one in components if fits(one))
+
+
+def _sizes_of(algorithm: str) -> Callable[[EnginePlan], str]:
+    """Return the function from a plan to the size of its drafts by ``algorithm``; "" by others."""
+
+    def cell(plan: EnginePlan) -> str:
+        return _shape(plan) if plan.choice("speculative").name == algorithm else ""
+
+    return cell
+
+
+def _drafts_cell(plan: EnginePlan) -> str:
+    """Return the algorithm of drafts and their size."""
+    shape = _shape(plan)
+    return f"{plan.choice('speculative').name} {shape}" if shape else ""
+
+
+def _shape(plan: EnginePlan) -> str:
     shape = plan.sizes.draft_shape
     return str(shape) if shape.steps else ""
 
@@ -193,7 +256,15 @@ TECHNIQUES: tuple[Technique, ...] = (
         ("0", "1", "3"),
         "on, off, a number of steps, STEPS/TOPK/TOKENS",
         _apply_nextn,
-        _nextn_cell,
+        _sizes_of("nextn"),
+    ),
+    Technique(
+        "drafts",
+        "drafts",
+        (),
+        "ALGORITHM[:SIZE][@FOLDER], such as none, ngram, nextn:3, eagle:3/4/8@FOLDER",
+        _apply_drafts,
+        _drafts_cell,
     ),
     _parallel("ep_moe", "EP", "ep"),
     _parallel("dp_attention", "DP attention", "dp"),
@@ -257,8 +328,8 @@ def compared_values(name: str, plugins: PluginSet, model: str) -> tuple[str, ...
 
     Args:
         name: name of the technique.
-        plugins: the plugins, whose attention backends are compared.
-        model: the model, for the kind of its attention.
+        plugins: the plugins, whose attention backends or drafts are compared.
+        model: the model, for the kind of its attention and the drafts that it has.
 
     Raises:
         ValueError: the technique is unknown, or is a field, which has no such values.
@@ -268,6 +339,8 @@ def compared_values(name: str, plugins: PluginSet, model: str) -> tuple[str, ...
         raise ValueError(f"{name} needs values: {name}=VALUE,VALUE")
     if found.values:
         return found.values
+    if name == "drafts":
+        return _drafts_of(plugins, model)
     kind = plugins.read_model(model).facts.kind
     backends = [one.component for one in plugins.components("attention")]
     return ("auto", *(one.name for one in backends if kind in getattr(one.offers, "kinds", ())))
@@ -277,8 +350,10 @@ def with_settings(config: Mapping[str, Any], settings: Mapping[str, str]) -> Con
     """Return ``config`` with techniques set to values, in the order of ``TECHNIQUES``.
 
     Raises:
-        ValueError: an unknown technique, or a value that it cannot have.
+        ValueError: an unknown technique, a value that it cannot have, or both names of drafts.
     """
+    if {"nextn", "drafts"} <= settings.keys():
+        raise ValueError("nextn and drafts both choose the drafts of a row: give one of them")
     order = {one.name: number for number, one in enumerate(TECHNIQUES)}
     changed = copy.deepcopy(dict(config))
     for name in sorted(settings, key=lambda name: order.get(name, len(order))):

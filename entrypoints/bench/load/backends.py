@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -72,12 +72,26 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Request:
-    """Settings that are the same for all requests of a benchmark run."""
+    """Settings that are the same for all requests of a benchmark run.
+
+    Attributes:
+        model: the model's name.
+        temperature: sampling temperature.
+        ignore_eos: generate past the end-of-sequence token.
+        extra: further keys of the body.
+        sampling: further sampling parameters by their name in the body.
+        logprobs: number of most probable tokens to return at each position besides the generated
+            one's log-probability; None: no log-probabilities.
+        id_prefix: the request's id is this and its number, sent as X-Request-Id; "": none.
+    """
 
     model: str
     temperature: float = 0.0
     ignore_eos: bool = True
     extra: Payload = field(default_factory=dict)
+    sampling: Payload = field(default_factory=dict)
+    logprobs: int | None = None
+    id_prefix: str = ""
 
 
 Build = Callable[[BenchPrompt, Request], Payload]
@@ -95,14 +109,19 @@ def _completion(prompt: BenchPrompt, request: Request) -> Payload:
         "stream": True,
         "stream_options": {"include_usage": True},
         "ignore_eos": request.ignore_eos,
+        **request.sampling,
+        **({} if request.logprobs is None else {"logprobs": request.logprobs}),
         **request.extra,
     }
 
 
 def _chat(prompt: BenchPrompt, request: Request) -> Payload:
-    payload = _completion(prompt, request)
+    """Return the request body for OpenAI's ``/v1/chat/completions``."""
+    payload = _completion(prompt, replace(request, logprobs=None, extra={}))
     payload["messages"] = [{"role": "user", "content": payload.pop("prompt")}]
-    return payload
+    if request.logprobs is not None:
+        payload |= {"logprobs": True, "top_logprobs": request.logprobs}
+    return payload | request.extra
 
 
 def _generate(prompt: BenchPrompt, request: Request) -> Payload:
@@ -112,8 +131,12 @@ def _generate(prompt: BenchPrompt, request: Request) -> Payload:
         "temperature": request.temperature,
         "max_new_tokens": prompt.output_len,
         "ignore_eos": request.ignore_eos,
+        **request.sampling,
     }
-    return {**source, "sampling_params": sampling, "stream": True, **request.extra}
+    scores: Payload = {}
+    if request.logprobs is not None:
+        scores = {"return_logprob": True, "top_logprobs_num": request.logprobs}
+    return {**source, "sampling_params": sampling, "stream": True, **scores, **request.extra}
 
 
 def _usage(event: Payload, outcome: Outcome) -> None:
@@ -187,7 +210,10 @@ BACKENDS = {
     "openai-chat": _CHAT,
     "vllm": _COMPLETIONS,
     "vllm-chat": _CHAT,
+    "lmdeploy": _COMPLETIONS,
+    "lmdeploy-chat": _CHAT,
     "sglang": _NATIVE,
+    "sglang-native": _NATIVE,
     "sglang-oai": _COMPLETIONS,
     "sglang-oai-chat": _CHAT,
 }
@@ -217,14 +243,22 @@ class RawAnswer:
 
 
 async def send_prompt(
-    target: ServerTarget, backend: Backend, prompt: BenchPrompt, request: Request
+    target: ServerTarget,
+    backend: Backend,
+    prompt: BenchPrompt,
+    request: Request,
+    number: int | None = None,
 ) -> RawAnswer:
     """Send one prompt and receive the whole stream that answers it.
+
+    ``number`` is that of the request, for its id; None: a warm-up, which has no id.
 
     A failure of the server raises nothing; it is described in ``RawAnswer.error``.
     """
     raw = RawAnswer(prompt.input_len)
     payload = backend.build(prompt, request)
+    if request.id_prefix and number is not None:
+        target = target.with_header("X-Request-Id", f"{request.id_prefix}{number}")
     raw.start = time.perf_counter()
     try:
         raw.pieces = await exchange(target, "POST", backend.path, payload)

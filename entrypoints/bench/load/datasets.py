@@ -41,29 +41,36 @@ def random_prompts(
     ratio: float,
     vocab: int,
     decode: Decode | None = None,
+    prefix_len: int = 0,
 ) -> list[BenchPrompt]:
     """Return ``count`` prompts of random ids below ``vocab``.
 
     With ``decode`` the prompts are sent as text. The server may then count a slightly different
-    number of tokens; the record has the server's count.
+    number of tokens; the record has the server's count. The first ``prefix_len`` tokens are the
+    same in all prompts; they are not among ``input_len``.
     """
+    prefix = [rng.randrange(vocab) for _ in range(prefix_len)]
     inputs = random_lengths(rng, input_len, ratio, count)
     outputs = random_lengths(rng, output_len, ratio, count)
     prompts = []
     for length, budget in zip(inputs, outputs):
-        ids = [rng.randrange(vocab) for _ in range(length)]
+        ids = [*prefix, *(rng.randrange(vocab) for _ in range(length))]
         prompts.append(
-            BenchPrompt(length, budget, ids=ids)
+            BenchPrompt(len(ids), budget, ids=ids)
             if decode is None
-            else BenchPrompt(length, budget, text=decode(ids))
+            else BenchPrompt(len(ids), budget, text=decode(ids))
         )
     return prompts
 
 
 def custom_prompts(
-    path: Path, count: int, output_len: int, encode: Encode | None = None
+    path: Path,
+    count: int,
+    output_len: int,
+    encode: Encode | None = None,
+    edit: Callable[[str], str] = str,
 ) -> list[BenchPrompt]:
-    """Read prompts from a JSON-lines file.
+    """Read prompts from a JSON-lines file and change each text by ``edit``.
 
     A line is ``{"prompt": text}`` or ShareGPT's ``{"conversations": [{"value": text}, ...]}``, with
     an optional ``"output_tokens"``. If the file has fewer than ``count`` lines, they are used again
@@ -81,7 +88,8 @@ def custom_prompts(
         raise ValueError(f"{path} holds no prompt")
     prompts = []
     for index in range(count):
-        text, budget = records[index % len(records)]
+        plain, budget = records[index % len(records)]
+        text = edit(plain)
         length = len(encode(text)) if encode else max(1, len(text) // 4)
         prompts.append(BenchPrompt(length, budget or output_len, text=text))
     return prompts

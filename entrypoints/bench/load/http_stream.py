@@ -11,7 +11,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -25,11 +25,23 @@ Piece = tuple[float, bytes]  #: (arrival time in seconds of ``time.perf_counter`
 
 @dataclass(frozen=True)
 class ServerTarget:
-    """The server that requests go to; ``headers`` are sent with every request."""
+    """The server that requests go to.
+
+    Attributes:
+        base_url: its URL.
+        headers: headers of every request.
+        timeout: seconds that a request may take.
+        verify: check the server's certificate.
+    """
 
     base_url: str
     headers: tuple[tuple[str, str], ...] = ()
     timeout: float = 6 * 3600.0
+    verify: bool = True
+
+    def with_header(self, name: str, value: str) -> ServerTarget:
+        """Return the same server with one more header."""
+        return replace(self, headers=(*self.headers, (name, value)))
 
     def address(self) -> tuple[str, int, bool, str]:
         """Return (host, port, TLS, path prefix).
@@ -87,13 +99,22 @@ async def exchange(
         lambda: _Collector(request, loop.create_future()),
         host,
         port,
-        ssl=ssl.create_default_context() if secure else None,
+        ssl=_tls(target.verify) if secure else None,
     )
     try:
         async with asyncio.timeout(target.timeout):
             return await protocol.done
     finally:
         transport.close()
+
+
+def _tls(verify: bool) -> ssl.SSLContext:
+    """Return the settings of a TLS connection. ``verify``: check the server's certificate."""
+    context = ssl.create_default_context()
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 async def call(

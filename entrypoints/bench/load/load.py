@@ -159,7 +159,7 @@ async def drive(
 
     async def one(index: int, prompt: BenchPrompt) -> None:
         async with gate:
-            raw = await send_prompt(target, backend, prompt, request)
+            raw = await send_prompt(target, backend, prompt, request, index)
         answers.take(index, raw)
         finished()
 

@@ -149,6 +149,7 @@ def _totals(
         "request_goodput": sum(is_good(o, goodput) for o in outcomes) / duration
         if goodput
         else None,
+        "goodput_limits_ms": goodput or None,
         "max_output_tokens_per_s": top.tokens_per_s,
         "max_concurrent_requests": top.concurrent,
         "concurrency": sum(o.latency for o in done) / duration,

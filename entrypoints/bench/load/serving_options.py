@@ -1,6 +1,7 @@
 """Options of ``glowplug bench serving``.
 
-Names and aliases are those of vLLM's ``bench serve`` and SGLang's ``bench_serving``.
+Names and aliases are those of vLLM's ``bench serve`` and SGLang's ``bench_serving``; those of the
+prompts are in ``dataset_options``.
 """
 
 from __future__ import annotations
@@ -11,17 +12,27 @@ from typing import Any
 
 import orjson
 
-from glowplug.entrypoints.bench.load.backends import BACKENDS
+from glowplug.entrypoints.bench.load import dataset_options
+from glowplug.entrypoints.bench.load.backends import BACKENDS, Request
 from glowplug.entrypoints.bench.load.metrics import METRICS
 from glowplug.entrypoints.bench.others.drafts import add_simulation_options
+
+#: sampling parameters of a request, by their name in its body
+SAMPLING: dict[str, type[int] | type[float]] = {
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "repetition_penalty": float,
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     _server(parser.add_argument_group("server"))
-    prompts = parser.add_argument_group("prompts")
-    _dataset(prompts)
-    _sharegpt(prompts)
+    dataset_options.configure(parser)
     _load(parser.add_argument_group("load"))
+    _sampling(parser.add_argument_group("sampling"))
     _output(parser.add_argument_group("results"))
 
 
@@ -44,13 +55,31 @@ def _server(group: Any) -> None:
         "--tokenizer",
         help="tokenizer.json or its folder, to make text prompts and to recount output tokens",
     )
+    group.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="model name in the requests, in place of --model",
+    )
+    group.add_argument(
+        "--endpoint", metavar="PATH", help="path of the route, in place of the backend's own"
+    )
+    group.add_argument(
+        "--insecure", action="store_true", help="do not check the server's certificate"
+    )
     group.add_argument("--api-key", help="API key, sent as a bearer token")
     group.add_argument(
         "--header",
-        action="append",
+        action="extend",
+        nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="additional request header",
+        help="additional request headers",
+    )
+    group.add_argument(
+        "--request-id-prefix",
+        default="",
+        metavar="TEXT",
+        help="send X-Request-Id with each request: this text and the request's number",
     )
     group.add_argument(
         "--ready-check-timeout",
@@ -58,79 +87,6 @@ def _server(group: Any) -> None:
         type=float,
         default=60.0,
         help="seconds to wait until the server is ready",
-    )
-
-
-def _dataset(group: Any) -> None:
-    """Add the command-line options that choose the prompts."""
-    group.add_argument(
-        "--dataset-name",
-        choices=("random", "custom", "sharegpt"),
-        default="random",
-        help="custom and sharegpt read --dataset-path; sharegpt also needs --tokenizer",
-    )
-    group.add_argument(
-        "--dataset-path",
-        help='custom: JSON lines with "prompt" (or "conversations"), "output_tokens"; '
-        'sharegpt: the published JSON list with "conversations"',
-    )
-    group.add_argument(
-        "--num-prompts",
-        type=int,
-        nargs="+",
-        default=[100],
-        help="requests per run; one value, or one for each --max-concurrency",
-    )
-    group.add_argument(
-        "--random-input-len", "--random-input", "--input-len", type=int, default=1024
-    )
-    group.add_argument(
-        "--random-output-len",
-        "--random-output",
-        "--output-len",
-        type=int,
-        default=128,
-        help="tokens to generate; also the default for prompts from a file",
-    )
-    group.add_argument(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        help="lengths are uniform in [length * ratio, length]: 1 makes them equal",
-    )
-    group.add_argument(
-        "--prompt-format",
-        choices=("ids", "text"),
-        default="ids",
-        help="send random prompts as token ids where the route takes them, or as text",
-    )
-    group.add_argument(
-        "--vocab-size",
-        type=int,
-        help="random ids are below this; default: the vocabulary size that the server reports",
-    )
-    group.add_argument("--seed", type=int, default=1)
-
-
-def _sharegpt(group: Any) -> None:
-    """Add the command-line options that choose conversations of the ShareGPT file."""
-    group.add_argument(
-        "--sharegpt-output-len",
-        type=int,
-        help="tokens to generate for each ShareGPT prompt; default: the length of its answer",
-    )
-    group.add_argument(
-        "--sharegpt-context-len",
-        type=int,
-        help="leave out conversations longer than this, in place of the published limits",
-    )
-    group.add_argument(
-        "--disable-shuffle", action="store_true", help="take ShareGPT prompts in the file's order"
-    )
-    group.add_argument(
-        "--no-oversample",
-        action="store_true",
-        help="send fewer requests than --num-prompts if the ShareGPT file has fewer prompts",
     )
 
 
@@ -162,7 +118,36 @@ def _load(group: Any) -> None:
     group.add_argument(
         "--ramp-up-end-rps", type=float, help="requests per second at the end of the ramp-up"
     )
+    add_simulation_options(group)
+    group.add_argument("--warmup-requests", "--num-warmups", type=int, default=1)
+    group.add_argument(
+        "--flush-cache", action="store_true", help="POST /flush_cache before each run"
+    )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="POST /start_profile and /stop_profile around the run",
+    )
+
+
+def _sampling(group: Any) -> None:
+    """Add the command-line options that each request passes on to the server."""
     group.add_argument("--temperature", type=float, default=0.0)
+    for name, kind in SAMPLING.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
+    group.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="return log-probabilities, and those of the N most probable tokens",
+    )
+    group.add_argument(
+        "--return-logprob",
+        dest="logprobs",
+        action="store_const",
+        const=0,
+        help="return log-probabilities of the generated tokens",
+    )
     group.add_argument(
         "--ignore-eos",
         action="store_true",
@@ -173,16 +158,27 @@ def _load(group: Any) -> None:
         action="store_true",
         help="let answers end at the end-of-sequence token",
     )
-    add_simulation_options(group)
-    group.add_argument("--extra-request-body", type=orjson.loads, default={}, metavar="JSON")
-    group.add_argument("--warmup-requests", type=int, default=1)
     group.add_argument(
-        "--flush-cache", action="store_true", help="POST /flush_cache before each run"
+        "--extra-request-body",
+        "--extra-body",
+        type=orjson.loads,
+        default={},
+        metavar="JSON",
+        help="further keys of each request",
     )
-    group.add_argument(
-        "--profile",
-        action="store_true",
-        help="POST /start_profile and /stop_profile around the run",
+
+
+def request_of(args: argparse.Namespace, model: str) -> Request:
+    """Return the settings of all requests. ``model``: the model's name in them."""
+    given = {name: getattr(args, name) for name in SAMPLING}
+    return Request(
+        args.served_model_name or model,
+        args.temperature,
+        not args.disable_ignore_eos,
+        args.extra_request_body,
+        {name: value for name, value in given.items() if value is not None},
+        args.logprobs,
+        args.request_id_prefix,
     )
 
 
@@ -197,6 +193,20 @@ def _output(group: Any) -> None:
     )
     group.add_argument(
         "--save-result", action="store_true", help="write one JSON file per run into --result-dir"
+    )
+    group.add_argument(
+        "--append-result",
+        action="store_true",
+        help="append a JSON line per run to --result-filename, or to the file of --save-result",
+    )
+    group.add_argument(
+        "--metadata",
+        type=_pair,
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="further keys of the record",
     )
     group.add_argument("--result-dir", default=".")
     group.add_argument("--result-filename")
@@ -216,6 +226,14 @@ def _output(group: Any) -> None:
     )
     group.add_argument("--metric-percentiles", type=_percentiles, default=(90.0, 95.0, 99.0))
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Parse KEY=VALUE."""
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, not {text!r}")
+    return key.strip(), value.strip()
 
 
 def _metrics(text: str) -> tuple[str, ...]:

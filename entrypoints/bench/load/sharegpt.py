@@ -7,6 +7,7 @@ is the prompt; the length of the second is the number of tokens to generate.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,13 @@ class Sampling:
         return prompt <= PROMPT_MAX and prompt + answer <= TOTAL_MAX
 
 
-def prompts(path: Path, count: int, encode: Encode | None, sampling: Sampling) -> list[BenchPrompt]:
+def prompts(
+    path: Path,
+    count: int,
+    encode: Encode | None,
+    sampling: Sampling,
+    edit: Callable[[str], str] = str,
+) -> list[BenchPrompt]:
     """Return ``count`` prompts of the ShareGPT file at ``path``.
 
     If fewer conversations pass the filters, prompts are drawn again at random.
@@ -57,6 +64,7 @@ def prompts(path: Path, count: int, encode: Encode | None, sampling: Sampling) -
         count: number of prompts.
         encode: tokenizer; the filters count tokens.
         sampling: the choice of conversations.
+        edit: changes the text of each prompt, before its tokens are counted.
 
     Raises:
         ValueError: there is no tokenizer, the file has another format, or no conversation passes.
@@ -70,9 +78,10 @@ def prompts(path: Path, count: int, encode: Encode | None, sampling: Sampling) -
     if sampling.seed is not None:
         rng.shuffle(turns)
     found: list[BenchPrompt] = []
-    for prompt, answer in turns:
+    for question, answer in turns:
         if len(found) == count:
             break
+        prompt = edit(question)
         length = len(encode(prompt))
         budget = len(encode(answer)) if sampling.output_len is None else sampling.output_len
         if sampling.admits(length, budget):

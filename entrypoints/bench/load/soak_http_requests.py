@@ -26,6 +26,10 @@ KINDS = {
     "left early": 2,
     "left in the stream": 4,
     "schema": 2,
+    "new schema": 2,
+    "bad grammar": 1,
+    "choices": 2,
+    "reasoning": 2,
     "tools": 2,
     "read slowly": 1,
     "wrong field": 2,
@@ -82,6 +86,8 @@ class ExchangeMix:
             return WantedExchange(kind, f"/v1/route-{rng.randrange(10**6)}", b"{}", 404)
         if kind == "left early":
             return self._made(kind, rng.choice(ROUTES), {"stream": rng.random() < 0.5}, read=0)
+        if kind in ("new schema", "bad grammar", "choices", "reasoning"):
+            return self._new(kind)
         if kind in ("schema", "tools", "wrong field", "too long"):
             return self._special(kind)
         if kind == "left in the stream":
@@ -95,14 +101,49 @@ class ExchangeMix:
     def _special(self, kind: str) -> WantedExchange:
         """Return a request with a schema or tools, or one that must be refused."""
         if kind == "schema":
-            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-            return self._made(kind, "chat", {"response_format": form})
+            return self._made(kind, "chat", _schema(SCHEMA))
         if kind == "tools":
             return self._made(kind, "chat", {"tools": [TOOL], "tool_choice": "required"})
         if kind == "wrong field":
             route = self._rng.choice(("chat", "completions", "responses", "messages"))
             return self._made(kind, route, {"temperature": -1}, status=400)
         return self._made(kind, "completions", {"prompt": [5] * (self._context + 1)}, status=400)
+
+    def _new(self, kind: str) -> WantedExchange:
+        """Return a request with a grammar that no other one has, several choices, or reasoning."""
+        rng = self._rng
+        if kind == "bad grammar":
+            return self._made(kind, "chat", self._bad_grammar(), status=400)
+        fields: dict[str, Any] = {"stream": rng.random() < 0.5}
+        if kind == "choices":
+            fields["n"] = rng.randint(2, 4)
+        if kind == "reasoning":
+            fields["chat_template_kwargs"] = {"thinking": True}
+        if kind == "new schema" or rng.random() < 0.3:
+            fields |= _schema(self._schema())
+        return self._made(kind, "chat", fields, ends=b"[DONE]" if fields["stream"] else b"")
+
+    def _schema(self) -> dict[str, Any]:
+        """Return a schema with random names, so that no cache has its grammar."""
+        rng = self._rng
+        names = [f"key{rng.randrange(10**9)}" for _ in range(rng.randint(1, 4))]
+        kinds = ({"type": "integer"}, {"type": "string", "maxLength": 4}, {"enum": names})
+        return {
+            "type": "object",
+            "properties": {name: rng.choice(kinds) for name in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+
+    def _bad_grammar(self) -> dict[str, Any]:
+        """Return fields with a grammar that cannot be compiled."""
+        number = self._rng.randrange(10**9)
+        bad: tuple[dict[str, Any], ...] = (
+            {"structured_outputs": {"regex": f"({number}"}},
+            {"structured_outputs": {"grammar": f"root ::= missing{number}"}},
+            _schema({"type": f"kind{number}"}),
+        )
+        return self._rng.choice(bad)
 
     def _streamed(self, kind: str, read: int | None = None, pause: float = 0.0) -> WantedExchange:
         route = self._rng.choice(ROUTES)
@@ -120,6 +161,12 @@ class ExchangeMix:
     def _prompt(self) -> str:
         count = self._rng.randint(0, self._context // 64)
         return " ".join([QUESTION, *(str(self._rng.randrange(100)) for _ in range(count))])
+
+
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the field of a chat whose answer has to match ``schema``."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"response_format": form}
 
 
 def _chat(prompt: str, tokens: int, temperature: float) -> tuple[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from glowplug.entrypoints.bench.load.local_server import free_port
 from glowplug.entrypoints.bench.one_batch import MIN_CONTEXT
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions_apart
-from glowplug.entrypoints.bench.others.floor import about_floor, measured_card
+from glowplug.entrypoints.bench.others.floor import measured_card
 from glowplug.entrypoints.bench.others.layout import ONE_GPU, ONE_RANK, OURS, RankLayout
 from glowplug.entrypoints.bench.others.own_load import OwnLoad
 from glowplug.entrypoints.bench.others.peer_engines import (
@@ -27,6 +27,7 @@ from glowplug.entrypoints.bench.others.peer_engines import (
     ServedRun,
     StaticRun,
 )
+from glowplug.entrypoints.bench.others.step_floor import about_floor
 from glowplug.entrypoints.bench.others.turns import Loaded, MeasuredProgram, answers, in_turns
 from glowplug.entrypoints.bench.ranks.exchange_times import (
     EXCHANGE,
@@ -227,8 +228,7 @@ class Comparison:
         card = replace(
             measured_card(args.floor_card), mesh=self._layout.mesh, exchanges=self._read_times()
         )
-        if self._drafts is None:  # the floors are those of one token per step
-            found[OURS] = peers.with_floors(found[OURS], ours, args.model, card)
+        found[OURS] = peers.with_floors(found[OURS], ours, args.model, card)
         if args.offline:
             with self._recorded("serving", "offline"):
                 drafts = self._drafts.ours_offline() if self._drafts else []

@@ -76,11 +76,16 @@ def settings(
     return list(found)
 
 
-def drafting_config(config: dict[str, Any], shape: DraftShape, rows: int) -> dict[str, Any]:
+def drafting_config(
+    config: dict[str, Any], shape: DraftShape, rows: int, rates: Sequence[float] | None = None
+) -> dict[str, Any]:
     """Return ``config`` with drafts of one size, for ``rows`` requests at a time.
 
     The speculative algorithm is the configuration's, else ``ALGORITHM``. There is no prefix cache,
     so that each run computes its prompts.
+
+    ``rates``: acceptance to simulate, by position; None: the model's own. A size has those of its
+    passes.
     """
     given = config.get("speculative", {})
     drafts: dict[str, Any] = {"use": "none"}
@@ -89,6 +94,9 @@ def drafting_config(config: dict[str, Any], shape: DraftShape, rows: int) -> dic
         use = given.get("use", ALGORITHM)
         drafts = {**given, "use": ALGORITHM if use == "none" else use, **knobs, "adaptive": False}
         drafts.pop("cost_table", None)
+        if rates is not None:
+            drafts["simulate_accept_rates"] = list(rates[: shape.steps])
+            config = {**config, "benchmark": True}
     return {
         "cache": {"use": "none"},
         **config,

@@ -7,6 +7,7 @@ ones. SGLang and vLLM have the same switch.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,13 @@ def simulated_rates(args: argparse.Namespace) -> tuple[float, ...] | None:
         return rates_of_length(args.simulate_accept_length)
     except ValueError as error:
         raise ValueError(f"{LENGTH_FLAG}: {error}") from None
+
+
+def simulation_settings(rates: Sequence[float] | None) -> list[str]:
+    """Return the assignments KEY=VALUE by which an engine simulates an acceptance; [] for None."""
+    if rates is None:
+        return []
+    return [f"speculative.simulate_accept_rates={json.dumps(list(rates))}", "benchmark=true"]
 
 
 def with_simulation(config: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:

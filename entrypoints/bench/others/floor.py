@@ -3,7 +3,7 @@
 The floor of a decode step is the number of bytes that must be read from device memory, divided by
 the bandwidth. Attention, dense, shared-expert, gate and head weights count once. A routed expert
 counts if at least one token picks it (expected number under uniform independent routing: E * (1 -
-(1 - k / E)^B)). The KV cache of every sequence is read once.
+(1 - k / E)^B)). The KV cache of every sequence is read once. ``step_floor.py`` adds drafts.
 
 The floor of a prefill is the time of its multiplications at the card's matrix rate, or of one read
 of the weights if that takes longer. Several ranks share both; their exchanges may run meanwhile.
@@ -15,10 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
-from glowplug.core.plan.plan import EnginePlan
 from glowplug.entrypoints.bench.ranks.exchange_times import ExchangeTimes
 
 #: substring of the card's name -> bytes per second of a large device copy, read and written
@@ -50,6 +48,9 @@ class StepBytes:
     def total(self) -> float:
         return self.fixed + self.experts + self.kv
 
+    def __add__(self, other: StepBytes) -> StepBytes:
+        return StepBytes(self.fixed + other.fixed, self.experts + other.experts, self.kv + other.kv)
+
     def seconds(self, bandwidth: float) -> float:
         """Return the seconds that the reads take at ``bandwidth`` bytes per second."""
         return self.total / bandwidth
@@ -60,6 +61,7 @@ def step_bytes(
     batch: int,
     context: int,
     *,
+    width: int = 1,
     element: float = 2,
     kv_element: float = 2,
     mesh: Mapping[str, int] = ONE_RANK,
@@ -68,6 +70,8 @@ def step_bytes(
 
     Args:
         batch: number of sequences, over all groups of ranks.
+        width: tokens of each sequence in the step. They choose experts of their own, and read the
+            sequence's KV cache together.
         element: bytes of an unquantized weight. Weights in FP8 blocks count with their own width;
             the gate and the head are not quantized.
         kv_element: bytes of a number in the KV cache.
@@ -78,7 +82,7 @@ def step_bytes(
     numbers = context * model.num_layers * _kv_numbers(model) / _kv_parts(model, heads)
     return StepBytes(
         _fixed(model, element, mesh),
-        _experts(model, element, mesh, batch),
+        _experts(model, element, mesh, batch * width),
         rows * numbers * kv_element,
     )
 
@@ -99,13 +103,13 @@ def _fixed(model: ModelFacts, element: float, mesh: Mapping[str, int]) -> float:
     return found
 
 
-def _experts(model: ModelFacts, element: float, mesh: Mapping[str, int], batch: int) -> float:
+def _experts(model: ModelFacts, element: float, mesh: Mapping[str, int], tokens: int) -> float:
     """Return the expected bytes of the routed experts on a rank that a step reads."""
     routed = sum(model.sizes.routed[: model.num_layers])
     if not routed:
         return 0.0
     whole = routed * _expert(model) * weight_bytes(model, element)
-    return whole * distinct_experts(model, batch) / mesh.get("tp", 1)
+    return whole * distinct_experts(model, tokens) / mesh.get("tp", 1)
 
 
 def _expert(model: ModelFacts) -> int:
@@ -195,16 +199,29 @@ class Card:
         return max(work / self.mesh.get("tp", 1), read)
 
     def served(
-        self, model: ModelFacts, concurrency: int, prompt: int, output: int
+        self,
+        model: ModelFacts,
+        concurrency: int,
+        prompt: int,
+        output: int,
+        token_seconds: float | None = None,
     ) -> dict[str, float]:
         """Return the floors (best possible values) of a server's metrics at one concurrency.
 
         The keys are those of ``bench serving``. The model of the load: ``concurrency`` prompts
         arrive at once and are prefilled one after another. Then all decode together, half-way
         through their outputs on average.
+
+        Args:
+            model: the model.
+            concurrency: number of requests.
+            prompt: prompt tokens of a request.
+            output: output tokens of a request.
+            token_seconds: least seconds in which each request gains a token; None: those of a
+                decode step without drafts.
         """
         prompts = self.prefill(model, concurrency, prompt)
-        step = self.decode(model, concurrency, prompt + output // 2)
+        step = token_seconds or self.decode(model, concurrency, prompt + output // 2)
         first = max(self.prefill(model, 1, prompt), prompts * (concurrency + 1) / (2 * concurrency))
         return {
             "mean_ttft_ms": first * 1e3,
@@ -260,17 +277,28 @@ def _attention(model: ModelFacts, heads: int = 1) -> float:
     """
     hidden = model.hidden_size
     count = model.num_heads / heads
+    read = input_projections(model, heads)
     if model.kind != "mla":
-        keys = model.num_kv_heads / _kv_parts(model, heads)
-        return 2 * hidden * model.head_dim * (count + keys)
+        return read + hidden * model.head_dim * count
     nope = model.head_dim - model.qk_rope_head_dim
     v = model.sizes.value
-    query = count * (nope + model.qk_rope_head_dim)
-    rank = model.kv_lora_rank
-    rope = model.qk_rope_head_dim
     low = model.sizes.query_rank
-    queries = hidden * low + low * query if low else hidden * query
-    return queries + hidden * (rank + rope) + rank * count * (nope + v) + count * v * hidden
+    query = low * count * model.head_dim
+    return read + query + model.kv_lora_rank * count * (nope + v) + count * v * hidden
+
+
+def input_projections(model: ModelFacts, heads: int = 1) -> float:
+    """Return the elements on one rank of the projections that multiply a layer's input.
+
+    ``heads``: number of ranks that share the heads.
+    """
+    hidden = model.hidden_size
+    count = model.num_heads / heads
+    if model.kind != "mla":
+        keys = model.num_kv_heads / _kv_parts(model, heads)
+        return hidden * model.head_dim * (count + 2 * keys)
+    queries = model.sizes.query_rank or count * model.head_dim
+    return hidden * (queries + model.kv_lora_rank + model.qk_rope_head_dim)
 
 
 def _kv_parts(model: ModelFacts, heads: int) -> int:
@@ -295,69 +323,3 @@ def card_bandwidth(devices: Sequence[DeviceFacts]) -> float:
         for card in devices
     ]
     return min(rates, default=0.0)
-
-
-def plan_floor(plan: EnginePlan, batch: int, context: int) -> StepBytes:
-    """Return the bytes that one rank of the plan reads in a decode step, in the plan's dtypes."""
-    return step_bytes(
-        plan.facts.model,
-        batch,
-        context,
-        element=DTYPE_BYTES[plan.dtype],
-        kv_element=DTYPE_BYTES[plan.kv_dtype],
-        mesh=plan.mesh,
-    )
-
-
-class StepFloor:
-    """The floor of a plan's decode steps.
-
-    Args:
-        plan: the plan.
-        bandwidth: bytes per second of device memory; None: that of the plan's cards.
-        exchanges: times of the exchanges between ranks; None: they do not count.
-
-    Attributes:
-        bandwidth: bytes per second of device memory; 0 if it is unknown.
-        about: what the floor consists of, for records.
-    """
-
-    def __init__(
-        self, plan: EnginePlan, bandwidth: float | None, exchanges: ExchangeTimes | None
-    ) -> None:
-        self._plan = plan
-        self._exchanges = exchanges
-        self.bandwidth = bandwidth or card_bandwidth(plan.facts.hardware.devices)
-        self.about = about_floor(plan.ranks, exchanges)
-
-    def exchange_seconds(self, batch: int) -> float:
-        """Return the seconds of the exchanges of a step with ``batch`` sequences.
-
-        Raises:
-            ValueError: an exchange of the step was not measured.
-        """
-        if self._exchanges is None:
-            return 0.0
-        return self._exchanges.step(self._plan.facts.model, self._plan.mesh, batch)
-
-    def record(self, batch: int, context: int, spent: float) -> dict[str, float]:
-        """Return the floor of a step for a record, and its share of the ``spent`` seconds."""
-        moved = plan_floor(self._plan, batch, context)
-        read = moved.seconds(self.bandwidth)
-        sent = self.exchange_seconds(batch)
-        return {
-            "floor_gb": moved.total / 1e9,
-            "floor_exchange_ms": sent * 1e3,
-            "floor_ms": (read + sent) * 1e3,
-            "floor_share": (read + sent) / spent,
-        }
-
-
-def about_floor(ranks: int, exchanges: ExchangeTimes | None) -> str:
-    """Return what the floor of a decode step consists of."""
-    if ranks == 1:
-        return "bytes of a step at the card's bandwidth"
-    bytes_of = "bytes of the rank that reads most at one card's bandwidth"
-    if exchanges is None:
-        return f"{bytes_of}, without exchanges"
-    return f"{bytes_of}, and the exchanges of a step as measured: {exchanges.source}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from glowplug.core.step.draft_counts import rates_of_length
+from glowplug.entrypoints.bench.others.drafts import simulation_settings
 from glowplug.entrypoints.bench.others.layout import (
     ONE_GPU,
     ONE_RANK,
@@ -70,9 +71,9 @@ class ComparedDrafts:
         words = self._fixed()
         if self.accept_length is None:
             return words
-        rates = json.dumps(rates_of_length(self.accept_length))
-        simulated = f"speculative.simulate_accept_rates={rates}"
-        return [*words, "--set", simulated, "--set", "benchmark=true"]
+        for setting in simulation_settings(rates_of_length(self.accept_length)):
+            words += ["--set", setting]
+        return words
 
     def _fixed(self) -> list[str]:
         """Return the options of drafts whose size is always that of the other engines."""

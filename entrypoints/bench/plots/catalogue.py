@@ -10,6 +10,7 @@ from glowplug.entrypoints.bench.plots.ablation import ablation_panels
 from glowplug.entrypoints.bench.plots.kernels import kernel_panels
 from glowplug.entrypoints.bench.plots.latency import latency_panels
 from glowplug.entrypoints.bench.plots.panels import Chart, Record
+from glowplug.entrypoints.bench.plots.percentiles import percentile_panels
 from glowplug.entrypoints.bench.plots.soak import soak_panels
 from glowplug.entrypoints.bench.plots.starts import memory_panels, start_panels
 from glowplug.entrypoints.bench.plots.steps import decode_panels, floor_panels
@@ -19,6 +20,12 @@ CHARTS: tuple[Chart, ...] = (
     Chart("decode", "decode time against batch", decode_panels),
     Chart("floor", "share of the floor against batch", floor_panels, wrap=2),
     Chart("latency", "throughput against latency of servers", latency_panels, wrap=2),
+    Chart(
+        "percentiles",
+        "percentiles of latencies, and goodput, against concurrency or request rate",
+        percentile_panels,
+        wrap=2,
+    ),
     Chart("kernels", "time of kernels by provider", kernel_panels),
     Chart("startup", "phases of a start", start_panels, wrap=1),
     Chart("memory", "memory by name, planned and measured", memory_panels, wrap=2),

@@ -1,6 +1,6 @@
 """Charts of servers under load: throughput against latency, a point for each concurrency.
 
-Records: ``bench versus`` (``serving.json``) and ``bench serving --output-file``.
+Records: ``bench versus`` (``serving.json``), ``bench serving --output-file`` and ``bench sweep``.
 """
 
 from __future__ import annotations
@@ -8,40 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 from glowplug.entrypoints.bench.plots.panels import (
-    OURS,
     Axes,
     Panel,
     Record,
     draw_floor,
     draw_line,
-    ours_first,
     plain_log,
     title_of,
 )
+from glowplug.entrypoints.bench.plots.serving_runs import Run, runs_of
 
-Run = dict[str, Any]
 FLOORS = "serving, output tokens/s"  #: table of `bench versus` with the floor of the throughput
 LATENCIES = (
     ("mean_tpot_ms", "mean TPOT, ms", "serving, mean TPOT in ms"),
     ("mean_ttft_ms", "mean TTFT, ms", "serving, mean TTFT in ms"),
 )
 MARKS = "concurrency at the marks"
-
-
-def runs_of(record: Record) -> dict[str, list[Run]]:
-    """Return the runs of each engine, ascending by concurrency; {} for other records."""
-    found = record.get("runs")
-    if not isinstance(found, dict):
-        results = record.get("results") or ()
-        found = {OURS: list(results)}
-    runs = {
-        name: sorted(
-            (one for one in every if "mean_tpot_ms" in one),
-            key=lambda one: one.get("max_concurrency") or 0,
-        )
-        for name, every in found.items()
-    }
-    return {name: runs[name] for name in ours_first(runs) if runs[name]}
 
 
 def latency_panels(record: Record) -> list[Panel]:
@@ -52,6 +34,7 @@ def latency_panels(record: Record) -> list[Panel]:
     return [
         Panel(title_of(record), _drawing(runs, record, key, label, table), MARKS)
         for key, label, table in LATENCIES
+        if all(run[key] > 0 for every in runs.values() for run in every)
     ]
 
 
@@ -59,7 +42,7 @@ def _drawing(runs: dict[str, list[Run]], record: Record, key: str, label: str, t
     """Return the drawing of throughput against one latency.
 
     Args:
-        runs: runs of each engine.
+        runs: runs of each line.
         record: the whole record, which may have floors.
         key: key of the latency in a run.
         label: its name on the axis.

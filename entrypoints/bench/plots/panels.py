@@ -161,9 +161,9 @@ def plain_log(axes: Axes, which: str) -> None:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = [step * 10.0**decade for decade in decades for step in steps]
     ticks = [tick for tick in every if low / MARGIN <= tick <= high * MARGIN]
+    getattr(axes, f"set_{which}lim")(low / MARGIN, high * MARGIN)
     getattr(axes, f"set_{which}scale")("log")
     getattr(axes, f"set_{which}ticks")(ticks, [f"{tick:,.10g}" for tick in ticks])
-    getattr(axes, f"set_{which}lim")(low / MARGIN, high * MARGIN)
     axes.minorticks_off()
 
 

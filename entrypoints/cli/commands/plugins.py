@@ -6,11 +6,28 @@ import argparse
 import json
 from typing import Any
 
+from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.machine import this_machine
 from glowplug.core.plan.candidates import unavailable
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.plugin.slots import SLOTS
 from glowplug.entrypoints.cli.available_plugins import print_available, print_table
+from glowplug.entrypoints.cli.suite_results import SUITE_SECONDS
+
+
+def positive_seconds(text: str) -> float:
+    """Return a number of seconds above 0, from the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no such number.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +36,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--available",
         action="store_true",
         help="list the installed entry points, also those that cannot be loaded, with the reason",
+    )
+    parser.add_argument(
+        "--suites",
+        action="store_true",
+        help="with --available: run the conformance suite of each component's slot",
+    )
+    parser.add_argument(
+        "--suite-timeout",
+        type=positive_seconds,
+        metavar="SECONDS",
+        help=f"with --suites: time limit of each component ({SUITE_SECONDS:g})",
     )
     parser.add_argument(
         "--plugin",
@@ -38,8 +66,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the plugins, print a table or JSON of them and return the exit code."""
+    if args.suites and not args.available:
+        raise GlowplugError("--suites needs --available")
+    if args.suite_timeout is not None and not args.suites:
+        raise GlowplugError("--suite-timeout needs --suites")
     if args.available:
-        print_available(args.plugin, args.block_plugin, args.json)
+        seconds = (args.suite_timeout or SUITE_SECONDS) if args.suites else None
+        print_available(args.plugin, args.block_plugin, args.json, seconds)
         return 0
     plugins = load_plugins(extra=args.plugin, block=args.block_plugin)
     found = listing(plugins)

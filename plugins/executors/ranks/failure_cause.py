@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import msgspec
 
-from glowplug.core.step.messages import Failed, Outbound, Progress
+from glowplug.core.step.messages import Failed, Outbound, Progress, RunningCall
 
 BEAT = 0.5  #: seconds between two heartbeats of a rank
 #: seconds without a heartbeat after which a rank (or a host) counts as silent once others have lost
@@ -95,12 +95,14 @@ class _Seen:
         phase: phase of the last report.
         share: its completed share in percent; None: not reported.
         gone: it has ended, failed or been reported as silent.
+        call: the call of a plugin's code in which it loads, as of its last message.
     """
 
     last_message: float
     phase: str = SPAWNING
     share: int | None = None
     gone: bool = False
+    call: RunningCall | None = None
 
 
 @dataclass
@@ -139,6 +141,11 @@ class Watch:
         }
 
     @property
+    def calls(self) -> dict[int, RunningCall]:
+        """The call of a plugin's code in which each loading rank is; other ranks are left out."""
+        return {rank: seen.call for rank, seen in self._seen.items() if seen.call is not None}
+
+    @property
     def states(self) -> dict[int, tuple[str, float]]:
         """(phase with its share, seconds since the last message) of each rank."""
         now = self.clock()
@@ -156,6 +163,7 @@ class Watch:
                 elif message.phase != seen.phase:
                     seen.share = None
                 seen.phase = message.phase
+                seen.call = message.call
             elif isinstance(message, Failed):
                 seen.gone = True
                 seen.phase = message.phase

@@ -18,13 +18,15 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, Protocol
 
-from glowplug.core.engine.blame import component_of, failure_of
+from glowplug.core.engine.blame import failure_of, running_call
 from glowplug.core.errors import CollectiveError, PlanRefused, WeightError
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.loading import PluginSource
 from glowplug.core.startup.garbage import settle_memory
-from glowplug.core.step.messages import Failed, Outbound, Progress, encode
-from glowplug.plugins.executors.ranks.failure_cause import BEAT, ENDED
+from glowplug.core.step.messages import Failed, Outbound, Progress, RunningCall, encode
+from glowplug.plugins.executors.ranks.failure_cause import BEAT, ENDED, LOADED
 
+NOTE_SECONDS = 10.0  #: seconds after which the log says where a loop stands still
 SPIN_COUNT = "3000"  #: iterations of libgomp's waiting loop, about 10 microseconds
 PR_SET_PDEATHSIG = 1  #: Linux's number of this operation of prctl
 
@@ -80,6 +82,7 @@ class RankLink:
         progressed: time of the last turn of the loop or progress report.
         waits_in: names of the modules in which a rank waits for other ranks.
         plan: the plan, whose components failures name; None until it is read.
+        sources: the loaded plugins, whose hooks failures name.
     """
 
     def __init__(self, pipe: Pipe, rank: int) -> None:
@@ -90,6 +93,7 @@ class RankLink:
         self.progressed = time.monotonic()
         self.waits_in: frozenset[str] = frozenset()
         self.plan: EnginePlan | None = None
+        self.sources: Sequence[PluginSource] = ()
         self._lock = threading.Lock()
 
     def send(self, messages: list[Outbound]) -> None:
@@ -120,17 +124,25 @@ class RankLink:
     def beat_forever(self, limit: float) -> None:
         """Send a heartbeat every BEAT seconds, and report a failure once the loop stands still.
 
+        While the rank loads, heartbeats state the component's call in which it is. A loop that
+        stands still is reported in the log before the limit.
+
         Args:
             limit: seconds without a turn of the loop that count as a failure. The limit does not
                 apply while the rank loads.
         """
+        noted = -1.0
         try:
             while self.phase != ENDED:
                 still = time.monotonic() - self.progressed
                 if self.phase == "serve" and still > limit:
                     self.send([self._stuck(still)])
                     return
-                self.send([Progress(self.rank, self.phase)])
+                if self.phase == "serve" and still > NOTE_SECONDS and noted != self.progressed:
+                    noted = self.progressed
+                    self.note(self._stuck(still).reason)
+                call = None if self.phase in LOADED else self._call(self._stack())
+                self.send([Progress(self.rank, self.phase, call=call)])
                 time.sleep(BEAT)
         except (EOFError, OSError):
             return
@@ -141,7 +153,7 @@ class RankLink:
         The message is marked as a consequence of another rank's failure if this rank waits in a
         collective.
         """
-        frames = _frames(sys._current_frames().get(self.loop))
+        frames = self._stack()
         waits = any(frame.f_globals.get("__name__") in self.waits_in for frame in frames)
         place = frames[0].f_code if frames else None
         where = (
@@ -150,25 +162,29 @@ class RankLink:
             else "nowhere"
         )
         stack = "".join(traceback.format_stack(frames[0], 12)) if frames else ""
-        held = None if self.plan is None else component_of(reversed(frames), self.plan)
-        by = f" ({held[0].title})" if held is not None else ""
-        return Failed(
-            self.rank,
-            self.phase,
-            f"its loop has stood still for {still:.0f} s, {where}{by}",
-            stack,
-            consequence=waits,
-            stuck=True,
-        )
+        call = self._call(frames)
+        reason = f"its loop has stood still for {still:.0f} s, {where}"
+        if call is not None:
+            reason += (
+                f"; it waits for {call} to return\n    fix: {call.fix}, or allow longer steps "
+                "(executor.watchdog)"
+            )
+        return Failed(self.rank, self.phase, reason, stack, consequence=waits, stuck=True)
 
+    def _stack(self) -> list[FrameType]:
+        """Return the stack of the thread that runs the rank, the innermost frame first."""
+        found = []
+        frame = sys._current_frames().get(self.loop)
+        while frame is not None:
+            found.append(frame)
+            frame = frame.f_back
+        return found
 
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the stack of ``frame``, the innermost frame first."""
-    found = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
+    def _call(self, frames: list[FrameType]) -> RunningCall | None:
+        """Return the call of a plugin's code in ``frames``, the innermost frame first."""
+        if self.plan is None:
+            return None
+        return running_call(frames[::-1], self.plan, self.sources)
 
 
 def rank_main(
@@ -276,6 +292,7 @@ def _build(
         link.report(phase, done, total)
 
     plugins = load_plugins_for(plan)
+    link.sources = plugins.sources
     return (build or build_rank)(plan, rank, plugins, report, rendezvous, link.note)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.step.messages import RunningCall
 from glowplug.plugins.executors.ranks.failure_cause import LOADED, SPAWN, SPAWNING
 
 logger = logging.getLogger("glowplug.engine")
@@ -49,44 +50,64 @@ class StartWatch:
         """Seconds to wait for other hosts before ranks are started."""
         return self._stall_limit if self._start_limit is None else self._start_limit
 
-    def look(self, progress: Mapping[int, str]) -> str | None:
+    def look(
+        self, progress: Mapping[int, str], calls: Mapping[int, RunningCall] | None = None
+    ) -> str | None:
         """Record the progress, and log it from time to time.
 
         Args:
             progress: phase of each rank, with its share: "weights 41%".
+            calls: the call of a plugin's code in which a rank is, for ranks that are in one.
 
         Returns:
             The reason to end the start; None if it goes on.
         """
+        calls = calls or {}
         now = self._clock()
         if progress != self._last:
             self._last = dict(progress)
             self._moved = now
-        slow = [rank for rank, phase in progress.items() if _name(phase) not in LOADED]
-        if not slow:
+        last = _last(progress, calls)
+        if last is None:
             return None
-        last = min(slow, key=lambda rank: _order(progress[rank]))
         if now - self._logged >= LOG_SECONDS:
             self._logged = now
-            logger.info("starting: %s", shown(progress))
-        return self._reason(last, progress[last], now)
+            stands = now - self._moved >= LOG_SECONDS and last in calls
+            place = f"; rank {last} is in {calls[last]}" if stands else ""
+            logger.info("starting: %s%s", shown(progress), place)
+        return self._reason(last, progress[last], calls.get(last), now)
 
-    def _reason(self, last: int, phase: str, now: float) -> str | None:
+    def _reason(self, last: int, phase: str, call: RunningCall | None, now: float) -> str | None:
         """Return the reason to end the start at the time ``now``, or None.
 
-        ``last`` is the rank that is furthest behind, in ``phase``.
+        ``last`` is the rank that is furthest behind, in ``phase`` and ``call``.
         """
+        place = f"phase {phase}, in {call}" if call is not None else f"phase {phase}"
+        fix = f"{call.fix}, or " if call is not None else ""
         if self._start_limit is not None and now - self._began > self._start_limit:
-            return f"rank {last} was not ready after {self._start_limit:.0f} s (phase {phase})"
+            return (
+                f"rank {last} was not ready after {self._start_limit:.0f} s ({place})\n"
+                f"    fix: {fix}wait longer (executor.start_timeout)"
+            )
         stall = self._stall_limit
         if _name(phase) in FIRST_PHASES:
             stall = max(stall, SPAWN)
         if now - self._moved <= stall:
             return None
         return (
-            f"no rank has made progress for {stall:.0f} s; rank {last} is in phase {phase} (a "
-            "longer collectives.timeout, --dist-timeout, waits longer)"
+            f"no rank has made progress for {stall:.0f} s; rank {last} is in {place}\n"
+            f"    fix: {fix}wait longer (collectives.timeout, --dist-timeout)"
         )
+
+
+def _last(progress: Mapping[int, str], calls: Mapping[int, RunningCall]) -> int | None:
+    """Return the rank that is furthest behind; None if all have loaded.
+
+    Among ranks of one phase, those that may only wait for others come last.
+    """
+    slow = [rank for rank, phase in progress.items() if _name(phase) not in LOADED]
+    waits = {rank for rank, call in calls.items() if call.waits}
+    return min(slow, key=lambda rank: (_order(progress[rank]), rank in waits), default=None)
 
 
 def _name(phase: str) -> str:

@@ -12,19 +12,29 @@ from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
-from glowplug.core.plugin.speculative_options import SpeculativeOptions
-from glowplug.core.protocols import AttentionBackend, Limits, Worker
+from glowplug.core.protocols import (
+    AttentionBackend,
+    Collectives,
+    Limits,
+    Sampler,
+    SlicedVocabulary,
+    Worker,
+)
+from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.speculation.tree_growth import Growth, first_growth, grown_tree, next_growth
-from glowplug.core.step.batch import Batch
+from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.to_device import send
+from glowplug.plugins.speculative.knobs import KnobOptions
 from glowplug.plugins.speculative.shared.drafting import (
     DraftPositions,
     NewestTokens,
+    best_of_slices,
     draft_positions,
     next_draft_batch,
     repeated_padding,
 )
+from glowplug.plugins.speculative.shared.frequent_tokens import FrequentTokens, check_head
 from glowplug.plugins.speculative.shared.fused_chains import place_chains
 from glowplug.plugins.speculative.shared.host_chain import next_draft_batch_host
 
@@ -37,15 +47,22 @@ class DraftPasses:
     its newest token, and the number of tokens in the target's cache. Entries of rejected drafts in
     the draft's cache are overwritten before they are read.
 
-    Subclasses define :meth:`_forward` and :meth:`_pause`, and set ``_model`` and ``_attention``.
+    With a draft vocabulary, the drafts choose from its tokens by a head over these alone.
+
+    Subclasses define :meth:`_forward`, :meth:`_pause` and :meth:`_accepted`, and set ``_model`` and
+    ``_attention``.
     """
 
+    passes_rows = True
     first_key = 0  #: first position with an entry in the draft's cache (``Batch.first_key``)
     _model: Any  #: the draft model
     _attention: AttentionBackend  #: its attention
+    _collectives: Collectives  #: those of its head
 
-    def __init__(self, options: SpeculativeOptions, plan: EnginePlan, worker: Worker) -> None:
+    def __init__(self, options: KnobOptions, plan: EnginePlan, worker: Worker) -> None:
         self._options = options
+        self._leads = worker.rank == 0
+        self._frequent: FrequentTokens | None = None
         self._shape = plan.sizes.draft_shape
         self._shapes = plan.sizes.draft_shapes
         self._page_size = plan.sizes.page_size
@@ -63,6 +80,27 @@ class DraftPasses:
         self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
         # ones, because no sequence is empty
         self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
+        #: counters of ``greedy.best_keys``
+        self._arrived = torch.zeros(limits.rows, dtype=torch.int32, device=self._device)
+        vocabulary = self._options.draft_vocabulary
+        if vocabulary is not None:
+            spare = limits.rows - 1
+            self._frequent = FrequentTokens(
+                self._model.head, vocabulary, self._collectives, self._leads, spare
+            )
+
+    def _of_context(self, context: BuildContext, draft: Any) -> Any:
+        """Set what the draft uses of its build context, and return the draft model.
+
+        Raises:
+            GlowplugError: a draft vocabulary is given, and the model has no head that is core's.
+        """
+        self._attention = context.attention
+        self._collectives = context.collectives
+        self._model = draft
+        if self._options.draft_vocabulary is not None:
+            check_head(draft)
+        return draft
 
     def _shape_of(self, batch: Batch) -> DraftShape:
         """Return the size of the drafts of the decode rows of ``batch``."""
@@ -88,6 +126,8 @@ class DraftPasses:
     # ---- drafts ----------------------------------------------------------------------------------
 
     def draft(self, batch: Batch) -> Tensor:
+        if self._frequent is not None:
+            self._frequent.step()
         shape = self._shape_of(batch)
         batch.tree = None
         agreed = batch.agreed if self._grouped else None
@@ -179,8 +219,8 @@ class DraftPasses:
             The hidden states of the pass, and the tokens drafted so far, [D, n + 1].
         """
         hidden = self._forward(step, drafted[:, -1], hidden)
-        best = self.target_ids(self.draft_logits(hidden).argmax(-1, keepdim=True))
-        return hidden, torch.cat([drafted, best], 1)
+        best = self.target_ids(self._most_likely(hidden))
+        return hidden, torch.cat([drafted, best[:, None]], 1)
 
     def _draft_tree(
         self,
@@ -254,17 +294,53 @@ class DraftPasses:
         best = logits.topk(count, -1)
         return self.target_ids(best.indices), best.values - logits.logsumexp(-1, keepdim=True)
 
+    def _most_likely(self, hidden: Tensor) -> Tensor:
+        """Return the index in ``draft_logits`` of the most likely token, int64 [N].
+
+        ``hidden``: hidden states of a draft pass, [N, hidden].
+        """
+        head = self.sliced_head()
+        if head is None or head.slices is None:
+            return self.draft_logits(hidden).argmax(-1)
+        read = hidden if self._frequent is None else self._head_input(hidden)
+        return best_of_slices(head.sliced_logits(read), head.slices, self._arrived)
+
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the tokens that drafts choose from, float32 [N, C].
 
         ``hidden``: hidden states of a draft pass, [N, hidden].
         """
-        logits: Tensor = self._model.logits(hidden)
+        logits: Tensor
+        if self._frequent is None:
+            logits = self._model.logits(hidden)
+        else:
+            logits = self._frequent.head.forward(self._head_input(hidden))
         return logits
 
+    def sliced_head(self) -> SlicedVocabulary | None:
+        """Return the head of ``draft_logits``; None if it cannot return a rank's slice of them."""
+        head = self._model if self._frequent is None else self._frequent.head
+        return head if isinstance(head, SlicedVocabulary) else None
+
+    def _head_input(self, hidden: Tensor) -> Tensor:
+        """Return what the draft's head reads of hidden states; they themselves by default."""
+        return hidden
+
     def target_ids(self, ids: Tensor) -> Tensor:
-        """Return the target's ids of indices into ``draft_logits``; equal by default."""
-        return ids
+        """Return the target's ids of indices into ``draft_logits``."""
+        return ids if self._frequent is None else self._frequent.head.ids[ids]
+
+    # ---- acceptance ------------------------------------------------------------------------------
+
+    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        accepted = self._accepted(logits, hidden, batch, sampler)
+        if self._frequent is not None:
+            self._frequent.count(batch, accepted)
+        return accepted
+
+    def _accepted(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        """Accept drafts and keep what the next ones need; see ``SpeculativeAlgorithm.accept``."""
+        raise NotImplementedError
 
     # ---- state of rows ---------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Inputs of a draft model's passes after each step of the target.
+"""Inputs of a draft model's passes after each step of the target, and choice of the drafts.
 
 The draft's cache is shifted by one: its entry at position p is made from the target's hidden state
 of token p - 1 and from token p. Position 0 has no entry, so every batch of a draft has
@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.plugin.offers import Mode
+from glowplug.core.protocols import VocabularySlices
 from glowplug.core.step.batch import Accepted, Batch, Padding, StepShape, shape_of
 from glowplug.core.step.to_device import kv_slots_at, send
+from glowplug.kernels.sampling import reference
 
 Ints = NDArray[np.int32]
 FIRST_KEY = 1  #: first position with an entry in the draft's cache
@@ -301,3 +303,21 @@ def _sums(counts: Ints) -> Ints:
     sums = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=sums[1:])
     return sums
+
+
+def best_of_slices(logits: Tensor, slices: VocabularySlices, arrived: Tensor) -> Tensor:
+    """Return the most likely token of each row over the slices of all ranks, int64 [N].
+
+    Args:
+        logits: those of this rank's slice, float32 [N, size].
+        slices: the division of the vocabulary.
+        arrived: int32 [N or more], zeros; counters of ``greedy.best_keys`` on a GPU.
+    """
+    first = slices.shard.start
+    if not logits.is_cuda:
+        keys = reference.best_keys(logits, first)
+        return reference.best_of_keys(slices.exchange(keys))[0]
+    # NOTE: imported late, because it imports triton
+    from glowplug.kernels.sampling.greedy import best_keys, best_of_keys
+
+    return best_of_keys(slices.exchange(best_keys(logits, first, arrived)))[0]

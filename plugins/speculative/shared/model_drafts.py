@@ -59,10 +59,8 @@ class ModelDrafts(DraftPasses):
     def draft_model(
         self, context: BuildContext, family: ModelFamily, target: Model
     ) -> Model | None:
-        self._attention = context.attention
         self._draft_extend = context.draft_extend
-        draft: Model = self.build_draft(context, family, target)
-        self._model = draft
+        draft: Model = self._of_context(context, self.build_draft(context, family, target))
         return draft
 
     def reserve(self, limits: Limits) -> None:
@@ -136,7 +134,7 @@ class ModelDrafts(DraftPasses):
 
     # ---- acceptance ------------------------------------------------------------------------------
 
-    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+    def _accepted(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
         chains = batch.tree is None and batch.num_decodes == batch.num_rows > 0
         if self._on_host and chains:
             return self._accept_on_host(logits, hidden, batch, sampler)

@@ -1,5 +1,5 @@
 // How a client program for Node reports; the same as checks.py.
-export const [URL, MODEL] = process.argv.slice(2);
+export const [MODEL, URL, REASONING_URL] = process.argv.slice(2);
 export const ANSWER = "42";
 export const MESSAGES = [{ role: "user", content: "What is 17 + 25?" }];
 export const WEATHER = {

@@ -11,8 +11,9 @@ import sys
 import traceback
 from collections.abc import Callable
 
-URL = sys.argv[1] if len(sys.argv) > 1 else ""  #: the server's address, without a path
-MODEL = sys.argv[2] if len(sys.argv) > 2 else ""  #: name of the served model
+#: name of the served model, and the addresses of a server without reasoning and of one with it,
+#: without a path
+MODEL, URL, REASONING_URL = sys.argv[1:] or ("", "", "")
 QUESTION = "What is 17 + 25?"
 ANSWER = "42"
 MESSAGES = [{"role": "user", "content": QUESTION}]

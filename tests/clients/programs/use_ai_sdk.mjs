@@ -1,16 +1,17 @@
 // ai with @ai-sdk/openai-compatible.
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, jsonSchema, streamText, tool } from "ai";
-import { ANSWER, MESSAGES, MODEL, URL, WEATHER, assert, isForecast, run } from "./checks.mjs";
+import { ANSWER, MESSAGES, MODEL, REASONING_URL, URL, WEATHER, assert, isForecast, run } from "./checks.mjs";
 
-const provider = createOpenAICompatible({
-  name: "glowplug",
-  baseURL: URL + "/v1",
-  apiKey: "none",
-  includeUsage: true,
-});
+const providerOf = (url) =>
+  createOpenAICompatible({
+    name: "glowplug",
+    baseURL: url + "/v1",
+    apiKey: "none",
+    includeUsage: true,
+  });
 const asked = {
-  model: provider(MODEL),
+  model: providerOf(URL)(MODEL),
   prompt: MESSAGES[0].content,
   temperature: 0,
   maxOutputTokens: 160,
@@ -37,5 +38,14 @@ await run({
   async "tools streamed"() {
     const result = streamText({ ...asked, tools, toolChoice: "required" });
     isForecast((await result.toolCalls)[0].input);
+  },
+  async reasoning() {
+    const result = streamText({
+      ...asked,
+      model: providerOf(REASONING_URL)(MODEL),
+      providerOptions: { glowplug: { reasoningEffort: "high" } },
+    });
+    const text = await result.text;
+    assert((await result.reasoningText) && text.includes(ANSWER), text);
   },
 });

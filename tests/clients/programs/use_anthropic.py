@@ -1,9 +1,10 @@
 """anthropic-sdk-python."""
 
 import anthropic
-from checks import ANSWER, MESSAGES, MODEL, URL, WEATHER, is_forecast, run
+from checks import ANSWER, MESSAGES, MODEL, REASONING_URL, URL, WEATHER, is_forecast, run
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=60)
+reasoner = client.with_options(base_url=REASONING_URL)
 ASKED = {
     "model": MODEL,
     "messages": MESSAGES,
@@ -43,6 +44,19 @@ def tools_streamed():
     is_forecast(next(one for one in done.content if one.type == "tool_use").input)
 
 
+def reasoning():
+    done = reasoner.messages.create(**ASKED, thinking={"type": "adaptive"})
+    assert [one.type for one in done.content] == ["thinking", "text"], done.content
+    assert done.content[0].thinking and ANSWER in done.content[1].text, done.content
+
+
+def reasoning_streamed():
+    with reasoner.messages.stream(**ASKED, thinking={"type": "adaptive"}) as stream:
+        found = {event.type for event in stream}
+        assert {"thinking", "text"} <= found, found
+        assert ANSWER in stream.get_final_message().content[-1].text
+
+
 def errors():
     try:
         client.messages.create(**{**ASKED, "extra_body": {"temperature": -1}})
@@ -52,4 +66,13 @@ def errors():
         raise AssertionError("a wrong temperature was accepted")
 
 
-run(messages, messages_streamed, count_tokens, tools, tools_streamed, errors)
+run(
+    messages,
+    messages_streamed,
+    count_tokens,
+    tools,
+    tools_streamed,
+    reasoning,
+    reasoning_streamed,
+    errors,
+)

@@ -1,8 +1,9 @@
 // @anthropic-ai/sdk for Node.
 import Anthropic from "@anthropic-ai/sdk";
-import { ANSWER, MESSAGES, MODEL, URL, WEATHER, assert, isForecast, run } from "./checks.mjs";
+import { ANSWER, MESSAGES, MODEL, REASONING_URL, URL, WEATHER, assert, isForecast, run } from "./checks.mjs";
 
 const client = new Anthropic({ baseURL: URL, apiKey: "none", maxRetries: 0 });
+const reasoner = client.withOptions({ baseURL: REASONING_URL });
 const asked = { model: MODEL, messages: MESSAGES, temperature: 0, max_tokens: 160 };
 const tools = [{ name: "weather", description: "Forecast.", input_schema: WEATHER }];
 const textOf = (message) => message.content.map((one) => one.text ?? "").join("");
@@ -20,5 +21,12 @@ await run({
     const stream = client.messages.stream({ ...asked, tools, tool_choice: { type: "any" } });
     const done = await stream.finalMessage();
     isForecast(done.content.find((one) => one.type === "tool_use").input);
+  },
+  async reasoning() {
+    const done = await reasoner.messages
+      .stream({ ...asked, thinking: { type: "adaptive" } })
+      .finalMessage();
+    assert(done.content[0].type === "thinking" && done.content[0].thinking);
+    assert(textOf(done).includes(ANSWER), textOf(done));
   },
 });

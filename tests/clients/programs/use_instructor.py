@@ -4,7 +4,7 @@ from typing import Literal
 
 import instructor
 import openai
-from checks import MESSAGES, MODEL, URL, run
+from checks import MESSAGES, MODEL, REASONING_URL, URL, run
 from pydantic import BaseModel, Field
 
 
@@ -33,4 +33,15 @@ def tools():
     assert client.create(response_model=Forecast, max_retries=0, **ASKED).days
 
 
-run(json_schema, json_schema_streamed, tools)
+def reasoning():
+    """The object comes after the reasoning, which the raw completion has."""
+    client = instructor.from_openai(
+        base.with_options(base_url=REASONING_URL + "/v1"), mode=instructor.Mode.JSON_SCHEMA
+    )
+    forecast, raw = client.create_with_completion(
+        response_model=Forecast, max_retries=0, **ASKED, reasoning_effort="high"
+    )
+    assert forecast.days and raw.choices[0].message.reasoning_content, raw
+
+
+run(json_schema, json_schema_streamed, tools, reasoning)

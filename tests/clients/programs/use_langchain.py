@@ -1,6 +1,6 @@
 """langchain-openai."""
 
-from checks import ANSWER, MODEL, QUESTION, TOOL, URL, WEATHER, is_forecast, run
+from checks import ANSWER, MODEL, QUESTION, REASONING_URL, TOOL, URL, WEATHER, is_forecast, run
 from langchain_openai import ChatOpenAI
 
 model = ChatOpenAI(
@@ -31,4 +31,21 @@ def tools():
     is_forecast(done.tool_calls[0]["args"])
 
 
-run(invoke, stream, batch, structured_output, tools)
+def reasoning():
+    """By the Responses API: the class leaves out what chat completions add to OpenAI's fields."""
+    reasoner = ChatOpenAI(
+        base_url=REASONING_URL + "/v1",
+        api_key="none",
+        model=MODEL,
+        temperature=0,
+        max_tokens=160,
+        max_retries=0,
+        use_responses_api=True,
+        reasoning={"effort": "high"},
+    )
+    done = reasoner.invoke(QUESTION)
+    kinds = [one["type"] for one in done.content_blocks]
+    assert kinds == ["reasoning", "text"] and ANSWER in done.text, done
+
+
+run(invoke, stream, batch, structured_output, tools, reasoning)

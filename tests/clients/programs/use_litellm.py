@@ -3,7 +3,7 @@
 import json
 
 import litellm
-from checks import ANSWER, MESSAGES, MODEL, TOOL, URL, is_forecast, run
+from checks import ANSWER, MESSAGES, MODEL, REASONING_URL, TOOL, URL, is_forecast, run
 
 ASKED = {
     "api_base": URL + "/v1",
@@ -40,4 +40,10 @@ def tools():
     is_forecast(json.loads(done.choices[0].message.tool_calls[0].function.arguments))
 
 
-run(hosted_vllm, openai_streamed, context_error, tools)
+def reasoning():
+    asked = {**ASKED, "api_base": REASONING_URL + "/v1", "reasoning_effort": "high"}
+    message = litellm.completion(model=f"hosted_vllm/{MODEL}", **asked).choices[0].message
+    assert message.reasoning_content and ANSWER in message.content, message
+
+
+run(hosted_vllm, openai_streamed, context_error, tools, reasoning)

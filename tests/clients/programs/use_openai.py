@@ -3,9 +3,21 @@
 import json
 
 import openai
-from checks import ANSWER, MESSAGES, MODEL, QUESTION, TOOL, URL, WEATHER, is_forecast, run
+from checks import (
+    ANSWER,
+    MESSAGES,
+    MODEL,
+    QUESTION,
+    REASONING_URL,
+    TOOL,
+    URL,
+    WEATHER,
+    is_forecast,
+    run,
+)
 
 client = openai.OpenAI(base_url=URL + "/v1", api_key="none", max_retries=0, timeout=60)
+reasoner = client.with_options(base_url=REASONING_URL + "/v1")
 CHAT = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 160}
 
 
@@ -70,6 +82,31 @@ def responses_streamed():
     assert ANSWER in text and events[-1].type == "response.completed", text
 
 
+def reasoning():
+    message = reasoner.chat.completions.create(**CHAT, reasoning_effort="high").choices[0].message
+    assert message.reasoning_content and ANSWER in message.content, message
+
+
+def reasoning_streamed():
+    stream = reasoner.chat.completions.create(**CHAT, reasoning_effort="high", stream=True)
+    deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
+    assert "".join(getattr(one, "reasoning_content", None) or "" for one in deltas), deltas
+    assert ANSWER in "".join(one.content or "" for one in deltas), deltas
+
+
+def reasoning_of_responses():
+    done = reasoner.responses.create(
+        model=MODEL,
+        input=QUESTION,
+        temperature=0,
+        max_output_tokens=160,
+        reasoning={"effort": "high"},
+    )
+    first = done.output[0]
+    assert first.type == "reasoning" and first.content[0].text, done.output
+    assert ANSWER in done.output_text, done.output_text
+
+
 def errors():
     try:
         client.chat.completions.create(**{**CHAT, "temperature": -1})
@@ -89,5 +126,8 @@ run(
     tools_streamed,
     responses,
     responses_streamed,
+    reasoning,
+    reasoning_streamed,
+    reasoning_of_responses,
     errors,
 )

@@ -1,8 +1,20 @@
 // openai for Node.
 import OpenAI from "openai";
-import { ANSWER, MESSAGES, MODEL, TOOL, URL, WEATHER, assert, isForecast, run } from "./checks.mjs";
+import {
+  ANSWER,
+  MESSAGES,
+  MODEL,
+  REASONING_URL,
+  TOOL,
+  URL,
+  WEATHER,
+  assert,
+  isForecast,
+  run,
+} from "./checks.mjs";
 
 const client = new OpenAI({ baseURL: URL + "/v1", apiKey: "none", maxRetries: 0 });
+const reasoner = client.withOptions({ baseURL: REASONING_URL + "/v1" });
 const asked = { model: MODEL, messages: MESSAGES, temperature: 0, max_tokens: 160 };
 
 await run({
@@ -50,6 +62,22 @@ await run({
       max_output_tokens: 160,
     });
     const done = await stream.finalResponse();
+    assert(done.output_text.includes(ANSWER), done.output_text);
+  },
+  async reasoning() {
+    const done = await reasoner.chat.completions.create({ ...asked, reasoning_effort: "high" });
+    const message = done.choices[0].message;
+    assert(message.reasoning_content && message.content.includes(ANSWER), JSON.stringify(message));
+  },
+  async "reasoning of responses"() {
+    const done = await reasoner.responses.create({
+      model: MODEL,
+      input: MESSAGES[0].content,
+      temperature: 0,
+      max_output_tokens: 160,
+      reasoning: { effort: "high" },
+    });
+    assert(done.output[0].type === "reasoning" && done.output[0].content[0].text);
     assert(done.output_text.includes(ANSWER), done.output_text);
   },
 });

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from glowplug.core.errors import GlowplugError
 from glowplug.core.layers.embedding import LmHead
 from glowplug.core.layers.subset_head import SubsetHead
 from glowplug.core.protocols import Collectives
@@ -16,6 +18,19 @@ from glowplug.plugins.speculative.draft_vocabulary import read_ids
 #: steps between two choices of the counted tokens; a choice reads and writes the chosen rows of the
 #: head once, no more bytes than a few draft passes read
 REFRESH_STEPS = 256
+
+
+def check_head(draft: Any) -> None:
+    """Check that the head of a draft model can be reduced to frequent tokens.
+
+    Raises:
+        GlowplugError: the model has no head that is core's.
+    """
+    if not isinstance(getattr(draft, "head", None), LmHead):
+        raise GlowplugError(
+            f"speculative.draft_vocabulary needs a draft with a head of core's; "
+            f"{type(draft).__name__} has none. Leave the option out"
+        )
 
 
 class FrequentTokens:
