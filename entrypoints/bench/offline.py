@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench.load import sharegpt
+from glowplug.entrypoints.bench.load.dataset_checks import check_dataset_options
 from glowplug.entrypoints.bench.load.dataset_options import (
     add_sharegpt_options,
     sharegpt_sampling,
@@ -104,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if (args.dataset_name == "random") == bool(args.dataset_path):
             raise ValueError("--dataset-name custom or sharegpt and --dataset-path need each other")
+        check_dataset_options(args)
         text = bool(args.dataset_path)
         config = with_simulation({"skip_tokenizer": not text, **engine_config(args)}, args)
         records = _measure(args, config)

@@ -223,6 +223,12 @@ def test_texts_of_a_file_get_a_suffix_and_the_chat_template(
         ("--dataset-name sharegpt", "--dataset-name sharegpt needs --dataset-path"),
         ("--dataset-name generated-shared-prefix --num-prompts 2000", "groups of 16 prompts"),
         ("--dataset-name generated-shared-prefix --gsp-question-len 0", "must be at least 1"),
+        ("--gsp-question-len 128", "choose --dataset-name generated-shared-prefix"),
+        ("--sharegpt-output-len 8", "--sharegpt-output-len has no effect with --dataset-name rand"),
+        ("--dataset-name prefix_repetition --gsp-num-groups 2", "--gsp-num-groups has no effect"),
+        ("--dataset-name prefix_repetition --random-prefix-len 2", "random or random-ids"),
+        ("--dataset-path file.json", "choose --dataset-name custom or sharegpt"),
+        ("--dataset-name custom --no-oversample", "choose --dataset-name sharegpt"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

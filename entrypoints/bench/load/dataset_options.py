@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,30 @@ import orjson
 from glowplug.core.errors import RequestError
 from glowplug.entrypoints.bench.load import datasets, shared_prefix, sharegpt
 from glowplug.entrypoints.bench.load.backends import BACKENDS
+from glowplug.entrypoints.bench.load.dataset_checks import (
+    FROM_A_FILE,
+    RANDOM,
+    SHARED,
+    check_dataset_options,
+    check_text_options,
+    option_field,
+)
 from glowplug.entrypoints.bench.load.shared_prefix import PrefixGroups
 
 DEFAULT_COUNT = 100  #: prompts of a run
 FALLBACK_VOCAB = 1000  #: token ids below this exist in every known vocabulary
-RANDOM = ("random", "random-ids")
-SHARED = ("generated-shared-prefix", "prefix_repetition")
-FROM_A_FILE = ("custom", "sharegpt")
+#: options of the datasets with shared prefixes: default and meaning
+SHARED_OPTIONS = {
+    "--gsp-num-groups": (64, "prefixes of generated-shared-prefix"),
+    "--gsp-prompts-per-group": (16, "prompts with the same prefix"),
+    "--gsp-system-prompt-len": (2048, "tokens of a prefix"),
+    "--gsp-question-len": (128, "tokens behind the prefix"),
+    "--gsp-output-len": (256, "tokens to generate"),
+    "--prefix-repetition-num-prefixes": (10, "prefixes of prefix_repetition"),
+    "--prefix-repetition-prefix-len": (256, "tokens of a prefix"),
+    "--prefix-repetition-suffix-len": (256, "tokens behind the prefix"),
+    "--prefix-repetition-output-len": (128, "tokens to generate"),
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -156,20 +173,8 @@ def _text(group: Any) -> None:
 
 def _shared(group: Any) -> None:
     """Add the command-line options of the datasets whose prompts share prefixes."""
-    for name, default, about in (
-        ("--gsp-num-groups", 64, "prefixes of generated-shared-prefix"),
-        ("--gsp-prompts-per-group", 16, "prompts with the same prefix"),
-        ("--gsp-system-prompt-len", 2048, "tokens of a prefix"),
-        ("--gsp-question-len", 128, "tokens behind the prefix"),
-        ("--gsp-output-len", 256, "tokens to generate"),
-        ("--prefix-repetition-num-prefixes", 10, "prefixes of prefix_repetition"),
-        ("--prefix-repetition-prefix-len", 256, "tokens of a prefix"),
-        ("--prefix-repetition-suffix-len", 256, "tokens behind the prefix"),
-        ("--prefix-repetition-output-len", 128, "tokens to generate"),
-    ):
-        group.add_argument(
-            name, type=int, default=default, metavar="N", help=f"{about}; default: {default}"
-        )
+    for name, (default, about) in SHARED_OPTIONS.items():
+        group.add_argument(name, type=int, metavar="N", help=f"{about}; default: {default}")
 
 
 def prompt_counts(args: argparse.Namespace) -> list[int]:
@@ -182,21 +187,20 @@ def prompt_counts(args: argparse.Namespace) -> list[int]:
 
 def _groups(args: argparse.Namespace, count: int) -> PrefixGroups:
     """Return the sizes of groups that share a prefix. ``count``: prompts of prefix_repetition."""
+
+    def size(name: str) -> int:
+        given: int | None = getattr(args, option_field(name))
+        return SHARED_OPTIONS[name][0] if given is None else given
+
     if args.dataset_name == "generated-shared-prefix":
-        return PrefixGroups(
-            args.gsp_num_groups,
-            args.gsp_prompts_per_group,
-            args.gsp_system_prompt_len,
-            args.gsp_question_len,
-            args.gsp_output_len,
-        )
-    prefixes = args.prefix_repetition_num_prefixes
+        return PrefixGroups(*(size(name) for name in SHARED_OPTIONS if name.startswith("--gsp-")))
+    prefixes = size("--prefix-repetition-num-prefixes")
     return PrefixGroups(
         prefixes,
         math.ceil(count / max(1, prefixes)),
-        args.prefix_repetition_prefix_len,
-        args.prefix_repetition_suffix_len,
-        args.prefix_repetition_output_len,
+        size("--prefix-repetition-prefix-len"),
+        size("--prefix-repetition-suffix-len"),
+        size("--prefix-repetition-output-len"),
     )
 
 
@@ -232,7 +236,8 @@ def prompts_of(
         OSError: a file cannot be read.
         ValueError: the options do not fit together, or a file has no prompts.
     """
-    _check_text_options(args)
+    check_dataset_options(args)
+    check_text_options(args)
     encode, decode, vocab = (
         datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None)
     )
@@ -256,26 +261,6 @@ def prompts_of(
         decode,
         args.random_prefix_len,
     )
-
-
-def _check_text_options(args: argparse.Namespace) -> None:
-    """Raise ValueError if an option for texts of a file has no effect, or no tokenizer."""
-    named: Sequence[tuple[str, object]] = (
-        ("--apply-chat-template", args.apply_chat_template),
-        ("--tokenize-prompt", args.tokenize_prompt),
-        ("--prompt-suffix", args.prompt_suffix),
-    )
-    given = [name for name, value in named if value]
-    if given and args.dataset_name not in FROM_A_FILE:
-        raise ValueError(f"{given[0]} is for prompts of a file: --dataset-name custom or sharegpt")
-    if args.chat_template_kwargs is not None and not args.apply_chat_template:
-        raise ValueError("--chat-template-kwargs needs --apply-chat-template")
-    takes_ids = BACKENDS[args.backend].takes_ids
-    for name in (one for one in given if one != "--prompt-suffix"):
-        if not args.tokenizer:
-            raise ValueError(f"{name} needs --tokenizer")
-        if not takes_ids:
-            raise ValueError(f"{name}: the server applies its chat template, leave the option out")
 
 
 def _file_prompts(
