@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import WeightTarget, Worker
 from glowplug.plugins.weights.random_runtime import RandomSource
 from tests.plugins.agreeing import AgreeingOptions
 
@@ -20,16 +20,14 @@ class AgreeingSource(RandomSource):
         super().__init__(options, plan, worker)
         self._spread = options.spread
 
-    def _make(
-        self, name: str, shape: tuple[int, ...], dtype: str | None, device: torch.device
-    ) -> Tensor:
-        made = super()._make(name, shape, dtype, device)
-        if name.endswith("eh_proj.weight"):
-            hidden = shape[0]
-            return torch.cat(
-                [torch.eye(hidden, dtype=made.dtype, device=device), 0.7 * made[:, hidden:]], dim=1
-            )
+    def _on(self, device: torch.device, target: WeightTarget) -> Tensor:
+        made = super()._on(device, target)
+        if target.name.endswith("eh_proj.weight"):
+            hidden, columns = target.shape
+            identity = torch.eye(hidden, columns, dtype=made.dtype, device=device)[target.index]
+            embedding = (torch.arange(columns, device=device) < hidden)[target.index[1]]
+            return torch.where(embedding, identity, 0.7 * made)
         coded = made.dtype is torch.float8_e4m3fn or not made.is_floating_point()  # its scales grow
-        if (".o_proj." in name or ".down_proj." in name) and not coded:
+        if (".o_proj." in target.name or ".down_proj." in target.name) and not coded:
             return made * self._spread
         return made
