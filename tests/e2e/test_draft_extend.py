@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "in_turn": {"scheduler": {**ROWS, "overlap": False}},
     "one_step": {"speculative": {"use": "nextn", "adaptive": False, "steps": 1}},
 }
+SLOW = ("no_cache", "in_turn", "one_step")  #: 7 to 10 s each
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -68,7 +69,10 @@ def run(llm: LLM, replayed: bool) -> tuple[list[Any], list[Tensor]]:
     return results(llm), draft_cache(llm)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES],
+)
 def test_a_replayed_pass_caches_the_values_of_an_eager_one(folder: Path, case: str) -> None:
     """Prompts run alone and beside decoding rows, in chunks, after cached prefixes, with token
     counts on both sides of each captured one.

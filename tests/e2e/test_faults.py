@@ -58,7 +58,7 @@ def test_killed_in_mid_decode(folder: Path, number: int) -> None:
 
 
 def test_stopped_rank_is_found_silent(folder: Path) -> None:
-    llm = engine(folder, executor={"use": "multiprocess", "watchdog": 2.0})
+    llm = engine(folder, executor={"use": "multiprocess", "watchdog": 6.0})
     (pid,) = llm._executor.pids  # type: ignore[attr-defined]
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EngineDead, match="rank 0 has been silent for"):
