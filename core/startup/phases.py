@@ -23,12 +23,13 @@ class Phases:
     """The durations of start-up phases.
 
     Attributes:
+        report: callback for progress, called with (phase, done, total).
         note: callback for log lines.
         seconds: seconds by phase; a phase that runs twice adds up.
     """
 
     def __init__(self, report: Report, note: Note = logger.info, device: str = "cpu") -> None:
-        self._report = report
+        self.report = report
         self._running = ""  # the phase that runs; "" between two phases
         self._compilers = CompileTime(device)
         self.note = note
@@ -38,7 +39,7 @@ class Phases:
     def run(self, name: str) -> Iterator[list[str]]:
         """Time a phase and log it, together with the remarks appended to the yielded list."""
         self._running = name
-        self._report(name, 0, 1)
+        self.report(name, 0, 1)
         remarks: list[str] = []
         started = time.perf_counter()
         yield remarks
@@ -50,10 +51,10 @@ class Phases:
     @contextmanager
     def building(self) -> Iterator[None]:
         """Report the phase ``build`` while a component is built, also during another phase."""
-        self._report("build", 0, 1)
+        self.report("build", 0, 1)
         yield
         if self._running:
-            self._report(self._running, 0, 1)
+            self.report(self._running, 0, 1)
 
     def end(self) -> None:
         """Note that the start is over; compilers are then an exception worth a log line."""
@@ -72,7 +73,7 @@ class Phases:
             share = done * MAX_REPORTS // max(1, total)
             if share != shown:
                 shown = share
-                self._report(name, done, total)
+                self.report(name, done, total)
 
         return report
 

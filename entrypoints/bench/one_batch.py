@@ -81,6 +81,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--profile", action="store_true", help="trace one more run with torch's profiler"
     )
     add_simulation_options(group)
+    group.add_argument(
+        "--alone",
+        type=int,
+        nargs="?",
+        const=0,
+        default=None,
+        metavar="RANK",
+        help="run only this rank of the layout (default: 0), on one device: its slices of the "
+        "weights, with exchanges replaced by copies of the same size; the answers are meaningless",
+    )
     _add_floor_options(group)
     group.add_argument(
         "--result-filename",
@@ -197,6 +207,7 @@ def _record_shape(
             **record(times, args, llm, floor, drafts),
             **acceptance((), drafts),
             **report.startup_times(llm.control("info")),
+            **_about_rank(args, llm, rng, times),
         }
     except EngineDead:
         raise
@@ -215,9 +226,7 @@ def _run(
     args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]
 ) -> int:
     """Measure all batch shapes, write and print the records, and return the exit status."""
-    from glowplug.entrypoints.front.llm import LLM
-
-    with LLM(**config) as llm:
+    with _engine(args, config) as llm:
         rng = random.Random(llm.plan.seed)
         floor = _floor(args, llm.plan, shapes)
         records: list[dict[str, Any]] = []
@@ -228,7 +237,31 @@ def _run(
             if args.save:  # after each shape, so that an interrupted run keeps its results
                 report.write_json(Path(args.save), document(llm, records, floor))
     print(_table(records))
+    for note in {found["about"] for found in records if found.get("alone")}:
+        print(note)
     return 1 if any("error" in found for found in records) else 0
+
+
+def _engine(args: argparse.Namespace, config: dict[str, Any]) -> LLM:
+    """Return the engine, or one rank of its layout with ``--alone``."""
+    from glowplug.entrypoints.bench.alone.llm import LoneRankLLM
+    from glowplug.entrypoints.front.llm import LLM
+
+    if args.alone is None:
+        return LLM(**config)
+    return LoneRankLLM(args.alone, args.batch_size, **config)
+
+
+def _about_rank(
+    args: argparse.Namespace, llm: LLM, rng: random.Random, times: BatchTimes
+) -> dict[str, Any]:
+    """Return the keys of a record about a rank that runs alone; {} for a whole engine."""
+    from glowplug.entrypoints.bench.alone.llm import LoneRankLLM
+
+    if not isinstance(llm, LoneRankLLM):
+        return {}
+    exchanges = ExchangeTimes.read(args.exchange_times) if args.exchange_times else None
+    return llm.record(rng, times, exchanges)
 
 
 def _table(records: list[dict[str, Any]]) -> str:
@@ -241,17 +274,18 @@ def _table(records: list[dict[str, Any]]) -> str:
 def _floor(
     args: argparse.Namespace, plan: EnginePlan, shapes: list[tuple[int, int, int]]
 ) -> StepFloor:
-    """Return the floor of the plan's decode steps.
+    """Return the floor of the plan's decode steps; without exchanges for a rank alone.
 
     Raises:
         OSError: the file of ``--exchange-times`` cannot be read.
         ValueError: it has no time of an exchange that a step of ``shapes`` makes.
     """
     times = ExchangeTimes.read(args.exchange_times) if args.exchange_times else None
-    found = StepFloor(plan, args.bandwidth and args.bandwidth * 1e12, times)
+    bandwidth = args.bandwidth and args.bandwidth * 1e12
+    found = StepFloor(plan, bandwidth, times)
     for batch, _, _ in shapes:
         found.exchange_seconds(batch)
-    return found
+    return found if args.alone is None else StepFloor(plan, bandwidth, None)
 
 
 def _measure(
@@ -263,25 +297,28 @@ def _measure(
         The times of the median run, and the counters of the drafts of all runs.
     """
     batch, length, output = shape
-    vocab = llm.plan.facts.model.vocab_size
     print(f"Warmup (batch {batch}, input {length}, output {output}) ...")
-    show(run_static_batch(llm, random_ids(rng, batch, length, vocab), min(output, 8)), 0)
+    show(_run_once(llm, rng, batch, length, min(output, 8)), 0)
     print("Benchmark ...")
     before = counted(llm)
     runs = range(max(args.repeat, 1))
-    every = (random_ids(rng, batch, length, vocab) for _ in runs)
-    times = median_run([run_static_batch(llm, prompts, output) for prompts in every])
+    times = median_run([_run_once(llm, rng, batch, length, output) for _ in runs])
     drafts = since(counted(llm), before)
     show(times, args.log_decode_step)
     if args.profile:
-        _trace(llm, random_ids(rng, batch, length, vocab), output)
+        name = f"one-batch-{batch}-{length}-{output}"
+        print("trace:", traced(llm, name, lambda: _run_once(llm, rng, batch, length, output)))
     return times, drafts
 
 
-def _trace(llm: LLM, prompts: list[list[int]], output: int) -> None:
-    """Run a batch under torch's profiler and print the path of the trace."""
-    name = f"one-batch-{len(prompts)}-{len(prompts[0])}-{output}"
-    print("trace:", traced(llm, name, lambda: run_static_batch(llm, prompts, output)))
+def _run_once(llm: LLM, rng: random.Random, batch: int, length: int, output: int) -> BatchTimes:
+    """Run a batch of random prompts and return its times."""
+    from glowplug.entrypoints.bench.alone.llm import LoneRankLLM
+
+    if isinstance(llm, LoneRankLLM):
+        return llm.run_batch(rng, batch, length, output)
+    vocab = llm.plan.facts.model.vocab_size
+    return run_static_batch(llm, random_ids(rng, batch, length, vocab), output)
 
 
 def show(times: BatchTimes, every: int) -> None:
