@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.core.step.draft_counts import DraftCounts, since
+from glowplug.entrypoints.bench.alone.option import (
+    about_rank,
+    add_alone_option,
+    open_engine,
+    run_once,
+)
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
 from glowplug.entrypoints.bench.others.drafts import (
@@ -29,8 +35,6 @@ from glowplug.entrypoints.bench.others.floor import known_card
 from glowplug.entrypoints.bench.others.in_process import (
     BatchTimes,
     median_run,
-    random_ids,
-    run_static_batch,
     traced,
 )
 from glowplug.entrypoints.bench.others.step_floor import StepFloor
@@ -81,16 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--profile", action="store_true", help="trace one more run with torch's profiler"
     )
     add_simulation_options(group)
-    group.add_argument(
-        "--alone",
-        type=int,
-        nargs="?",
-        const=0,
-        default=None,
-        metavar="RANK",
-        help="run only this rank of the layout (default: 0), on one device: its slices of the "
-        "weights, with exchanges replaced by copies of the same size; the answers are meaningless",
-    )
+    add_alone_option(group)
     _add_floor_options(group)
     group.add_argument(
         "--result-filename",
@@ -207,7 +202,7 @@ def _record_shape(
             **record(times, args, llm, floor, drafts),
             **acceptance((), drafts),
             **report.startup_times(llm.control("info")),
-            **_about_rank(args, llm, rng, times),
+            **about_rank(llm, rng, times, args.exchange_times),
         }
     except EngineDead:
         raise
@@ -226,7 +221,7 @@ def _run(
     args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]
 ) -> int:
     """Measure all batch shapes, write and print the records, and return the exit status."""
-    with _engine(args, config) as llm:
+    with open_engine(args.alone, args.batch_size, config) as llm:
         rng = random.Random(llm.plan.seed)
         floor = _floor(args, llm.plan, shapes)
         records: list[dict[str, Any]] = []
@@ -240,28 +235,6 @@ def _run(
     for note in {found["about"] for found in records if found.get("alone")}:
         print(note)
     return 1 if any("error" in found for found in records) else 0
-
-
-def _engine(args: argparse.Namespace, config: dict[str, Any]) -> LLM:
-    """Return the engine, or one rank of its layout with ``--alone``."""
-    from glowplug.entrypoints.bench.alone.llm import LoneRankLLM
-    from glowplug.entrypoints.front.llm import LLM
-
-    if args.alone is None:
-        return LLM(**config)
-    return LoneRankLLM(args.alone, args.batch_size, **config)
-
-
-def _about_rank(
-    args: argparse.Namespace, llm: LLM, rng: random.Random, times: BatchTimes
-) -> dict[str, Any]:
-    """Return the keys of a record about a rank that runs alone; {} for a whole engine."""
-    from glowplug.entrypoints.bench.alone.llm import LoneRankLLM
-
-    if not isinstance(llm, LoneRankLLM):
-        return {}
-    exchanges = ExchangeTimes.read(args.exchange_times) if args.exchange_times else None
-    return llm.record(rng, times, exchanges)
 
 
 def _table(records: list[dict[str, Any]]) -> str:
@@ -298,27 +271,17 @@ def _measure(
     """
     batch, length, output = shape
     print(f"Warmup (batch {batch}, input {length}, output {output}) ...")
-    show(_run_once(llm, rng, batch, length, min(output, 8)), 0)
+    show(run_once(llm, rng, batch, length, min(output, 8)), 0)
     print("Benchmark ...")
     before = counted(llm)
     runs = range(max(args.repeat, 1))
-    times = median_run([_run_once(llm, rng, batch, length, output) for _ in runs])
+    times = median_run([run_once(llm, rng, batch, length, output) for _ in runs])
     drafts = since(counted(llm), before)
     show(times, args.log_decode_step)
     if args.profile:
         name = f"one-batch-{batch}-{length}-{output}"
-        print("trace:", traced(llm, name, lambda: _run_once(llm, rng, batch, length, output)))
+        print("trace:", traced(llm, name, lambda: run_once(llm, rng, batch, length, output)))
     return times, drafts
-
-
-def _run_once(llm: LLM, rng: random.Random, batch: int, length: int, output: int) -> BatchTimes:
-    """Run a batch of random prompts and return its times."""
-    from glowplug.entrypoints.bench.alone.llm import LoneRankLLM
-
-    if isinstance(llm, LoneRankLLM):
-        return llm.run_batch(rng, batch, length, output)
-    vocab = llm.plan.facts.model.vocab_size
-    return run_static_batch(llm, random_ids(rng, batch, length, vocab), output)
 
 
 def show(times: BatchTimes, every: int) -> None:

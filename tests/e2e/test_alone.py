@@ -148,7 +148,7 @@ def kinds_of(step: list[dict[str, Any]]) -> Kinds:
 def test_a_rank_alone_makes_the_exchanges_of_a_rank_among_others(
     name: str, drafts: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same number, on the same axes, of the same bytes; on the host, too."""
+    """Number, axes and bytes of the exchanges are equal, and so are the host's."""
     parallel = LAYOUTS[name]
     ranks, groups = parallel[0]["size"], groups_of(parallel)
     more: dict[str, Any] = {}
