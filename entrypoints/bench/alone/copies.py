@@ -59,7 +59,12 @@ class ExchangeLog:
 
     Calls of a captured step are made once, while it is captured. So the turns of eager steps alone
     have all exchanges.
+
+    Attributes:
+        uneven: True: rows were exchanged whose number depends on the tokens' choice of experts.
     """
+
+    uneven = False
 
     def __init__(self) -> None:
         self._turn: Counter[ReplacedExchange] = Counter()
@@ -170,6 +175,7 @@ class LoneRankCopies(LoneRank):
         if self._size(axis) == 1:
             return x
         self._exchanges(ALL_TO_ALL, x, axis)
+        self.log.uneven = True
         return _rows(x, sum(received))
 
     def expert_rows(self, *given: object) -> None:

@@ -145,13 +145,13 @@ class LoneExchange:
         with self._log.part_of(EXCHANGE):
             found, local, weights = dispatch(x, ids, weights, batch)
         self._log.add(EXCHANGE, "tp", self._ranks, 0, len(local) // self._ranks)
-        rows = len(local) // self._groups
-        if self._choices is None or rows * self._groups != len(local) or rows < len(ids):
+        if self._choices is None or self._log.uneven:
             return found, local, weights
         padding = batch.padding.own if batch.padding is not None and self.masks_padding else None
         if padding is not None:
             ids = ids.masked_fill(padding, -1)
-        return found, self._choices.of(ids, rows).to(local.dtype), weights
+        every = self._choices.of(ids, len(local) // self._groups)
+        return found, every.to(local.dtype), weights
 
     def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:
         with self._log.part_of(EXCHANGE):
@@ -167,9 +167,6 @@ class LoneStack(ParallelStack):
         rank: number of the rank.
         device: torch device of the rank.
         log: counts of the exchanges.
-
-    Attributes:
-        routing: how the tokens of other groups choose experts, in words.
     """
 
     def __init__(
@@ -184,7 +181,13 @@ class LoneStack(ParallelStack):
         self._choices: list[SpreadChoices] = []
         found = super().router()
         self._router = None if found is None else LoneRouter(found)
-        self.routing = OWN if self._groups == 1 else MIRRORED
+
+    @property
+    def routing(self) -> str:
+        """How the tokens of other groups choose experts, in words."""
+        if self._groups == 1:
+            return OWN
+        return SPREAD if self._choices and not self._log.uneven else MIRRORED
 
     def router(self) -> LoneRouter | None:
         """Return the router by which this rank's group runs every request; None without groups."""
@@ -201,7 +204,6 @@ class LoneStack(ParallelStack):
             groups = self._at["dp"], self._groups
             choices = SpreadChoices(groups, experts, held.start, held.size, self._device)
             self._choices.append(choices)
-            self.routing = SPREAD
         return LoneExchange(found, choices, self._log, (self._plan.ranks, self._groups))
 
     def set_busy(self, groups: int) -> bool:
