@@ -312,16 +312,28 @@ def build_rank(
         GlowplugError: see ``start_rank``.
     """
     worker = make_worker(plan, rank, rendezvous)
-    return start_rank(RankBuilder(plan, worker, plugins, report, note))
+    return start_rank(RankBuilder, plan, worker, plugins, report, note)
 
 
-def start_rank(builder: RankBuilder) -> Engine:
-    """Run a builder on its worker's device, and return the engine, ready to serve.
+def start_rank(
+    make_builder: type[RankBuilder],
+    plan: EnginePlan,
+    worker: Worker,
+    plugins: PluginSet,
+    report: Report,
+    note: Note,
+) -> Engine:
+    """Build a rank on its worker's device, and return its engine, ready to serve.
+
+    Args:
+        make_builder: class of the builder.
+        worker: the rank.
+        report: see ``build_rank``.
+        note: see ``report``.
 
     Raises:
         GlowplugError: the loaded plugins are not the plan's, or a phase failed.
     """
-    plan, plugins, worker = builder.plan, builder.plugins, builder.worker
     if plugins.fingerprint != plan.plugin_fingerprint:
         raise GlowplugError(
             f"rank {worker.rank} loaded other plugins than the plan was made with "
@@ -330,10 +342,11 @@ def start_rank(builder: RankBuilder) -> Engine:
     if worker.device != "cpu":
         # the allocator's settings apply only to memory that it takes afterwards
         for remark in use_expandable_segments(plan.expandable_segments):
-            builder.phases.note(remark)
+            note(remark)
         torch.cuda.set_device(worker.device)  # streams and events are created on this device
     torch.manual_seed(plan.seed)
+    builder = make_builder(plan, worker, plugins, report, note)
     engine = builder.build()
     plugins.call_each("worker_started", worker=builder.worker, plan=plan)
-    builder.phases.report("ready", 1, 1)
+    report("ready", 1, 1)
     return engine

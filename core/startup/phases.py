@@ -23,13 +23,12 @@ class Phases:
     """The durations of start-up phases.
 
     Attributes:
-        report: callback for progress, called with (phase, done, total).
         note: callback for log lines.
         seconds: seconds by phase; a phase that runs twice adds up.
     """
 
     def __init__(self, report: Report, note: Note = logger.info, device: str = "cpu") -> None:
-        self.report = report
+        self._report = report
         self._running = ""  # the phase that runs; "" between two phases
         self._compilers = CompileTime(device)
         self.note = note
@@ -39,7 +38,7 @@ class Phases:
     def run(self, name: str) -> Iterator[list[str]]:
         """Time a phase and log it, together with the remarks appended to the yielded list."""
         self._running = name
-        self.report(name, 0, 1)
+        self._report(name, 0, 1)
         remarks: list[str] = []
         started = time.perf_counter()
         yield remarks
@@ -51,10 +50,10 @@ class Phases:
     @contextmanager
     def building(self) -> Iterator[None]:
         """Report the phase ``build`` while a component is built, also during another phase."""
-        self.report("build", 0, 1)
+        self._report("build", 0, 1)
         yield
         if self._running:
-            self.report(self._running, 0, 1)
+            self._report(self._running, 0, 1)
 
     def end(self) -> None:
         """Note that the start is over; compilers are then an exception worth a log line."""
@@ -73,7 +72,7 @@ class Phases:
             share = done * MAX_REPORTS // max(1, total)
             if share != shown:
                 shown = share
-                self.report(name, done, total)
+                self._report(name, done, total)
 
         return report
 

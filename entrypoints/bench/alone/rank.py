@@ -34,7 +34,7 @@ def builder_of(rank: int) -> Callable[[EnginePlan, int, PluginSet, Report], Engi
     ) -> Engine:
         worker = make_worker(plan, rank)
         first = replace(worker, device=make_worker(plan, number).device)
-        return start_rank(LoneRankBuilder(plan, first, plugins, report, note))
+        return start_rank(LoneRankBuilder, plan, first, plugins, report, note)
 
     return build
 
