@@ -31,14 +31,7 @@ from glowplug.core.protocols import Collectives, Model, ModelFamily, Scheduler, 
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
-from glowplug.core.startup.components import (
-    build_component,
-    check_kv_layout,
-    draft_extend_of,
-    make_worker,
-    plain_scheme,
-    quantizes_online,
-)
+from glowplug.core.startup.components import build_component, build_context, make_worker
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
 from glowplug.core.startup.grammars import rank_grammars
 from glowplug.core.startup.load_weights import load_model
@@ -50,50 +43,6 @@ from glowplug.core.step.pages import PageAllocator
 from glowplug.core.step.sequence_table import SequenceTable
 
 
-def build_context(
-    plan: EnginePlan,
-    plugins: PluginSet,
-    worker: Worker,
-    *,
-    facts: ModelFacts | None = None,
-    context: int | None = None,
-    collectives: Collectives | None = None,
-) -> BuildContext:
-    """Return the context that the plan's model is built from, with newly built components.
-
-    Args:
-        facts: model facts to use instead of the plan's.
-        context: longest sequence, in tokens, to use instead of the plan's.
-        collectives: collectives to use instead of the plan's.
-    """
-    if collectives is None:
-        collectives = build_component(plugins, plan.choice("collectives"), plan, worker)
-    components = {
-        slot: build_component(plugins, plan.choice(slot), plan, worker)
-        for slot in ("quantization", "attention", "ops")
-    }
-    check_kv_layout(plan, components["attention"].kv_layout())
-    joined = replace(worker, collectives=collectives)
-    strategies = [
-        build_component(plugins, choice, plan, joined) for choice in plan.choices_in("parallel")
-    ]
-    return BuildContext(
-        facts=facts or plan.facts.model,
-        worker=worker,
-        dtype=worker.dtype,
-        context=context or plan.sizes.context_length,
-        scheme=components["quantization"],
-        plain=plain_scheme(plan, plugins, worker),
-        parallel=ParallelStack(strategies),
-        collectives=collectives,
-        attention=components["attention"],
-        ops=components["ops"],
-        draft_extend=draft_extend_of(plan),
-        spare=plan.sizes.positions - plan.sizes.context_length,
-        online=quantizes_online(plan, plugins, facts),
-    )
-
-
 class RankBuilder:
     """A builder that makes the objects of one rank in dependency order; it is used once.
 
@@ -103,6 +52,7 @@ class RankBuilder:
         phases: durations of the start-up phases, and their log lines.
         worker: the rank's number, device and mesh coordinates, with ``clock``.
         memory: measurements of the rank's memory.
+        leads: True: this rank receives the front end's messages for all ranks; rank 0 does.
     """
 
     def __init__(
@@ -114,16 +64,21 @@ class RankBuilder:
         self.phases = Phases(report, note, worker.device)
         self.worker = replace(worker, clock=self.clock)
         self.memory = RankMemory(plan, worker)
+        self.leads = worker.rank == 0
 
     def component(self, slot: str) -> Any:
         """Build the plan's choice for ``slot``."""
         with self.phases.building():
             return build_component(self.plugins, self.plan.choice(slot), self.plan, self.worker)
 
+    def context(self) -> BuildContext:
+        """Return the context that the model is built from, with newly built components."""
+        return build_context(self.plan, self.plugins, self.worker)
+
     def build(self) -> Engine:
         """Run all start-up phases but ``ready`` and return the rank's engine."""
         with self.phases.run("build"):
-            context = build_context(self.plan, self.plugins, self.worker)
+            context = self.context()
             model, draft, speculative = self._models(context)
         self._load(model, draft, context.collectives)
         runner = self._runner(context, model, speculative)
@@ -134,7 +89,7 @@ class RankBuilder:
             remarks.append(self.memory.graphs())
         with self.phases.run("self-test") as remarks:
             self.memory.test(runner, context.parallel)
-            costs = draft_costs(runner, self.plan, context.collectives, self.worker.rank == 0)
+            costs = draft_costs(runner, self.plan, context.collectives, self.leads)
             remarks += [described(costs)] if costs else []
         context.parallel.forget_load()
         if self.memory.measures:
@@ -165,7 +120,7 @@ class RankBuilder:
             clock=self.clock,
             stalls=StallWatch(self.plan, policy, runner.table),
             ranks=self.worker.ranks,
-            leads=self.worker.rank == 0,
+            leads=self.leads,
             observers=self._observers(),
             controls=self._controls(scheduler, runner, context.parallel),
             closing=[
@@ -354,21 +309,43 @@ def build_rank(
         note: called with one log line at the end of each phase.
 
     Raises:
+        GlowplugError: see ``start_rank``.
+    """
+    worker = make_worker(plan, rank, rendezvous)
+    return start_rank(RankBuilder, plan, worker, plugins, report, note)
+
+
+def start_rank(
+    make_builder: type[RankBuilder],
+    plan: EnginePlan,
+    worker: Worker,
+    plugins: PluginSet,
+    report: Report,
+    note: Note,
+) -> Engine:
+    """Build a rank on its worker's device, and return its engine, ready to serve.
+
+    Args:
+        make_builder: class of the builder.
+        worker: the rank.
+        report: see ``build_rank``.
+        note: see ``report``.
+
+    Raises:
         GlowplugError: the loaded plugins are not the plan's, or a phase failed.
     """
     if plugins.fingerprint != plan.plugin_fingerprint:
         raise GlowplugError(
-            f"rank {rank} loaded other plugins than the plan was made with "
+            f"rank {worker.rank} loaded other plugins than the plan was made with "
             f"(fingerprint {plugins.fingerprint}, plan {plan.plugin_fingerprint})"
         )
-    worker = make_worker(plan, rank, rendezvous)
     if worker.device != "cpu":
         # the allocator's settings apply only to memory that it takes afterwards
         for remark in use_expandable_segments(plan.expandable_segments):
             note(remark)
         torch.cuda.set_device(worker.device)  # streams and events are created on this device
     torch.manual_seed(plan.seed)
-    builder = RankBuilder(plan, worker, plugins, report, note)
+    builder = make_builder(plan, worker, plugins, report, note)
     engine = builder.build()
     plugins.call_each("worker_started", worker=builder.worker, plan=plan)
     report("ready", 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from glowplug.core.errors import GlowplugError, PluginLoadError
@@ -26,10 +27,13 @@ from glowplug.core.plugin.registry import (
     entry_point_sources,
 )
 from glowplug.core.protocols import (
+    Collectives,
     QuantizationScheme,
     SpeculativeAlgorithm,
     Worker,
 )
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.startup.checks.members import member_faults
 from glowplug.core.step.graph_pieces import DraftExtend
 
@@ -172,6 +176,50 @@ def draft_extend_of(plan: EnginePlan) -> DraftExtend:
     """Return the rank's object for the draft's pass over a step's tokens."""
     captured = all(choice.options.get("draft_extend", True) for choice in plan.choices_in("graphs"))
     return DraftExtend(apart=not captured)
+
+
+def build_context(
+    plan: EnginePlan,
+    plugins: PluginSet,
+    worker: Worker,
+    *,
+    facts: ModelFacts | None = None,
+    context: int | None = None,
+    collectives: Collectives | None = None,
+) -> BuildContext:
+    """Return the context that the plan's model is built from, with newly built components.
+
+    Args:
+        facts: model facts to use instead of the plan's.
+        context: longest sequence, in tokens, to use instead of the plan's.
+        collectives: collectives to use instead of the plan's.
+    """
+    if collectives is None:
+        collectives = build_component(plugins, plan.choice("collectives"), plan, worker)
+    components = {
+        slot: build_component(plugins, plan.choice(slot), plan, worker)
+        for slot in ("quantization", "attention", "ops")
+    }
+    check_kv_layout(plan, components["attention"].kv_layout())
+    joined = replace(worker, collectives=collectives)
+    strategies = [
+        build_component(plugins, choice, plan, joined) for choice in plan.choices_in("parallel")
+    ]
+    return BuildContext(
+        facts=facts or plan.facts.model,
+        worker=worker,
+        dtype=worker.dtype,
+        context=context or plan.sizes.context_length,
+        scheme=components["quantization"],
+        plain=plain_scheme(plan, plugins, worker),
+        parallel=ParallelStack(strategies),
+        collectives=collectives,
+        attention=components["attention"],
+        ops=components["ops"],
+        draft_extend=draft_extend_of(plan),
+        spare=plan.sizes.positions - plan.sizes.context_length,
+        online=quantizes_online(plan, plugins, facts),
+    )
 
 
 def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:

@@ -90,8 +90,7 @@ def without_memory_limit(machine: HardwareFacts) -> HardwareFacts:
 
 def lone_context(plan: EnginePlan, plugins: PluginSet, rank: int = 0) -> BuildContext:
     """Return the context of one rank of ``plan``, on the first device, without other ranks."""
-    from glowplug.core.startup.build_rank import build_context
-    from glowplug.core.startup.components import make_worker
+    from glowplug.core.startup.components import build_context, make_worker
 
     worker = replace(make_worker(plan, rank), device=make_worker(plan, 0).device)
     if plan.ranks == 1:

@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.core.step.draft_counts import DraftCounts, since
+from glowplug.entrypoints.bench.alone.option import (
+    about_rank,
+    add_alone_option,
+    open_engine,
+    run_once,
+)
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
 from glowplug.entrypoints.bench.others.drafts import (
@@ -29,8 +35,6 @@ from glowplug.entrypoints.bench.others.floor import known_card
 from glowplug.entrypoints.bench.others.in_process import (
     BatchTimes,
     median_run,
-    random_ids,
-    run_static_batch,
     traced,
 )
 from glowplug.entrypoints.bench.others.step_floor import StepFloor
@@ -81,6 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--profile", action="store_true", help="trace one more run with torch's profiler"
     )
     add_simulation_options(group)
+    add_alone_option(group)
     _add_floor_options(group)
     group.add_argument(
         "--result-filename",
@@ -197,6 +202,7 @@ def _record_shape(
             **record(times, args, llm, floor, drafts),
             **acceptance((), drafts),
             **report.startup_times(llm.control("info")),
+            **about_rank(llm, rng, times, args.exchange_times),
         }
     except EngineDead:
         raise
@@ -215,9 +221,7 @@ def _run(
     args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]
 ) -> int:
     """Measure all batch shapes, write and print the records, and return the exit status."""
-    from glowplug.entrypoints.front.llm import LLM
-
-    with LLM(**config) as llm:
+    with open_engine(args.alone, args.batch_size, config) as llm:
         rng = random.Random(llm.plan.seed)
         floor = _floor(args, llm.plan, shapes)
         records: list[dict[str, Any]] = []
@@ -228,6 +232,8 @@ def _run(
             if args.save:  # after each shape, so that an interrupted run keeps its results
                 report.write_json(Path(args.save), document(llm, records, floor))
     print(_table(records))
+    for note in {found["about"] for found in records if found.get("alone")}:
+        print(note)
     return 1 if any("error" in found for found in records) else 0
 
 
@@ -241,17 +247,18 @@ def _table(records: list[dict[str, Any]]) -> str:
 def _floor(
     args: argparse.Namespace, plan: EnginePlan, shapes: list[tuple[int, int, int]]
 ) -> StepFloor:
-    """Return the floor of the plan's decode steps.
+    """Return the floor of the plan's decode steps; without exchanges for a rank alone.
 
     Raises:
         OSError: the file of ``--exchange-times`` cannot be read.
         ValueError: it has no time of an exchange that a step of ``shapes`` makes.
     """
     times = ExchangeTimes.read(args.exchange_times) if args.exchange_times else None
-    found = StepFloor(plan, args.bandwidth and args.bandwidth * 1e12, times)
+    bandwidth = args.bandwidth and args.bandwidth * 1e12
+    found = StepFloor(plan, bandwidth, times)
     for batch, _, _ in shapes:
         found.exchange_seconds(batch)
-    return found
+    return found if args.alone is None else StepFloor(plan, bandwidth, None)
 
 
 def _measure(
@@ -263,25 +270,18 @@ def _measure(
         The times of the median run, and the counters of the drafts of all runs.
     """
     batch, length, output = shape
-    vocab = llm.plan.facts.model.vocab_size
     print(f"Warmup (batch {batch}, input {length}, output {output}) ...")
-    show(run_static_batch(llm, random_ids(rng, batch, length, vocab), min(output, 8)), 0)
+    show(run_once(llm, rng, batch, length, min(output, 8)), 0)
     print("Benchmark ...")
     before = counted(llm)
     runs = range(max(args.repeat, 1))
-    every = (random_ids(rng, batch, length, vocab) for _ in runs)
-    times = median_run([run_static_batch(llm, prompts, output) for prompts in every])
+    times = median_run([run_once(llm, rng, batch, length, output) for _ in runs])
     drafts = since(counted(llm), before)
     show(times, args.log_decode_step)
     if args.profile:
-        _trace(llm, random_ids(rng, batch, length, vocab), output)
+        name = f"one-batch-{batch}-{length}-{output}"
+        print("trace:", traced(llm, name, lambda: run_once(llm, rng, batch, length, output)))
     return times, drafts
-
-
-def _trace(llm: LLM, prompts: list[list[int]], output: int) -> None:
-    """Run a batch under torch's profiler and print the path of the trace."""
-    name = f"one-batch-{len(prompts)}-{len(prompts[0])}-{output}"
-    print("trace:", traced(llm, name, lambda: run_static_batch(llm, prompts, output)))
 
 
 def show(times: BatchTimes, every: int) -> None:

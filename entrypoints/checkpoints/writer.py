@@ -27,8 +27,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import WeightSource, WeightTarget, Worker
-from glowplug.core.startup.build_rank import build_context
-from glowplug.core.startup.components import build_component
+from glowplug.core.startup.components import build_component, build_context
 from glowplug.entrypoints.checkpoints.byte_tokenizer import TOKENS, write_byte_tokenizer
 from glowplug.entrypoints.checkpoints.tokenizer_files import BYTES, NONE, TOKENIZER_FILES
 

@@ -20,7 +20,7 @@ from glowplug.core.errors import EngineDead, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.protocols import OutputParserFactory
+from glowplug.core.protocols import Executor, OutputParserFactory
 from glowplug.core.step.messages import Abort, Control, Reply, decode_outbound, encode
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.front import inputs
@@ -70,17 +70,11 @@ class LLM:
         self, model: str = "embedded", *, plugins: Sequence[str] = (), **config: Any
     ) -> None:
         self._plugins = load_plugins(extra=tuple(plugins))
-        self.plan: EnginePlan = make_plan(
-            {"model": model, **config},
-            source="LLM(...)",
-            plugins=self._plugins,
-            contributed={"executor.use": "inline"},
-            unused=UNUSED_SECTIONS,
-        )
+        self.plan = self._make_plan({"model": model, **config})
         self.tokenizer = open_tokenizer(self.plan, self._plugins)
         self._front = Front(self.plan, self.tokenizer, eos_ids(self.plan, self.tokenizer))
         self._grammars = GrammarChecks(self.plan, self._plugins)
-        self._executor = start_executor(self.plan, self._plugins)
+        self._executor = self._start()
         self._closed = False
         self._control_id = 0
         # lists that receive the deltas of some streams; those of other streams are for ``poll``
@@ -252,6 +246,20 @@ class LLM:
         self.close()
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _make_plan(self, config: dict[str, Any]) -> EnginePlan:
+        """Return the plan of a configuration."""
+        return make_plan(
+            config,
+            source="LLM(...)",
+            plugins=self._plugins,
+            contributed={"executor.use": "inline"},
+            unused=UNUSED_SECTIONS,
+        )
+
+    def _start(self) -> Executor:
+        """Start the plan's executor and return it."""
+        return start_executor(self.plan, self._plugins)
 
     def _check_open(self) -> None:
         """Raise EngineDead if the engine is closed."""

@@ -19,8 +19,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Limits, WeightSource, WeightTarget
-from glowplug.core.startup.build_rank import build_context
-from glowplug.core.startup.components import build_component, make_worker
+from glowplug.core.startup.components import build_component, build_context, make_worker
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.startup.lone_rank import without_memory_limit
 from glowplug.core.step.batch import Batch

@@ -6,6 +6,7 @@ import logging
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from glowplug.core.engine.blame import failure_of
@@ -41,11 +42,21 @@ class InlineExecutor:
         self._progress: list[Outbound] = []
         self._dead: str | None = None
 
-    def start(self, plan: EnginePlan) -> None:
+    def start(self, plan: EnginePlan, build: Callable[..., Engine] | None = None) -> None:
+        """Build the rank in the calling thread.
+
+        Args:
+            plan: the plan.
+            build: function that builds the rank, with the first four arguments of ``build_rank``;
+                None: ``build_rank``.
+
+        Raises:
+            EngineDead: the rank failed; the message has phase and reason.
+        """
         from glowplug.core.startup.build_rank import build_rank
 
         try:
-            self._engine = build_rank(plan, 0, load_plugins_for(plan), self._report)
+            self._engine = (build or build_rank)(plan, 0, load_plugins_for(plan), self._report)
         except GlowplugError:
             raise
         except Exception as error:

@@ -215,6 +215,25 @@ Decode steps of DeepSeek-V3 (61 layers, block FP8) on eight H200, sequences of {
 - Tokens/s are those of decode steps alone: the time of prompts, which a server computes in
   between, is not in it.
 """
+ALONE = """## One rank on one GPU
+
+**Not run yet.** `python -m tests.gpu.lone_rank --folder /tmp/v3 --tokenizer /models/v3 --output
+FILE` measures rank 0 of each layout without drafts on one H200, with random weights: its slices of
+all layers, at batch 1, 8, 32 and 128. Exchanges are replaced by copies of the same size
+([how](../ranks.md#one-rank-without-the-others)). It takes one H200, because the rank's weights
+need {weights}. For each layout and batch FILE then has
+
+- `alone_ms`: the measured decode step of the rank, with the copies;
+- `exchange_ms`: the time of the exchanges that the step would have made, from records of
+  `bench kernels --collectives` on eight GPUs (`--exchange-times`); without any, the prediction of
+  this page for the bytes of each exchange;
+- `host_ms`: the host's exchanges, as [measured](rank-turns.json) for eight ranks;
+- `step_ms` and `tokens_per_s`: the step of all ranks by these three. Waiting for slower ranks is
+  not in it.
+
+`--dry` writes the commands, the bytes of a rank and this page's prediction, without a GPU;
+`--small --ranks 2` runs a tiny model on a CPU.
+"""
 TAIL = """## Bars
 
 """
@@ -227,7 +246,11 @@ def page(table: Table) -> str:
         for drafts in (False, True):
             parts.append(f"### {layout}{', one draft' if drafts else ''}\n")
             parts.append(table(_STEP_HEAD, [_step_row(layout, b, drafts) for b in BATCHES]))
-    parts += [TAIL, table(("load", "layout", "bar, tokens/s", "expected"), _bar_rows())]
+    parts += [
+        ALONE.format(weights=_weights()),
+        TAIL,
+        table(("load", "layout", "bar, tokens/s", "expected"), _bar_rows()),
+    ]
     return "\n".join(parts)
 
 
@@ -243,10 +266,21 @@ _STEP_HEAD = (
 )
 
 
+def _plans() -> dict[str, Any]:
+    """Return the record of plans, by setup."""
+    path = ROOT / "docs" / "benchmarks" / "eight-gpus-plan.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["plans"]
+    return found
+
+
+def _weights() -> str:
+    """Return the least and the most bytes of a rank's weights in the layouts, as text."""
+    every = [_plans()[f"{V3}, {name}"]["bytes_per_rank"]["weights"] for name in layouts(RANKS)]
+    return f"{min(every) / 2**30:.1f} to {max(every) / 2**30:.1f} GiB"
+
+
 def _plan_rows() -> list[tuple[str, ...]]:
     """Return the setups of V3 whole in the record of plans; the rows of the ablation are many."""
-    path = ROOT / "docs" / "benchmarks" / "eight-gpus-plan.json"
-    found = json.loads(path.read_text(encoding="utf-8"))["plans"]
     return [
         (
             name,
@@ -255,7 +289,7 @@ def _plan_rows() -> list[tuple[str, ...]]:
             f"{one['kv_tokens_per_group']:,}",
             str(one["groups"]),
         )
-        for name, one in found.items()
+        for name, one in _plans().items()
         if not name.startswith("S0")
     ]
 

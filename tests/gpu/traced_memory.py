@@ -130,7 +130,7 @@ class Traced:
         self.builder = build_rank.RankBuilder(
             plan, self.place, plugins, lambda *_: None, lambda *_: None
         )
-        self.context = build_rank.build_context(plan, plugins, self.builder.worker)
+        self.context = components.build_context(plan, plugins, self.builder.worker)
         self.model, self.draft, speculative = self.builder._models(self.context)
         for made in (self.model, self.draft):
             if made is not None:

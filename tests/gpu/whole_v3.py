@@ -72,10 +72,10 @@ def main(words: Sequence[str] | None = None) -> int:
         for run in wanted:
             print(f"{run.name}: {command(run)}")
         return 0
-    return _measured(args, wanted)
+    return measured(args, wanted)
 
 
-def _measured(args: argparse.Namespace, wanted: Sequence[Run]) -> int:
+def measured(args: argparse.Namespace, wanted: Sequence[Run]) -> int:
     """Measure the runs that the record lacks, one after another, and return the exit status."""
     record: dict[str, Any] = {"what": "measured by python -m tests.gpu.whole_v3", "runs": {}}
     if args.output.exists():

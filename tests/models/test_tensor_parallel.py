@@ -22,8 +22,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import Model, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
-from glowplug.core.startup.build_rank import build_context
-from glowplug.core.startup.components import build_component, make_worker
+from glowplug.core.startup.components import build_component, build_context, make_worker
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.testing.harness.build import DictSource, Stepper
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, run_ranks, submit

@@ -16,8 +16,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols.build_context import BuildContext
-from glowplug.core.startup.build_rank import build_context
-from glowplug.core.startup.components import build_component, make_worker
+from glowplug.core.startup.components import build_component, build_context, make_worker
 from glowplug.core.startup.phases import Note, Report
 from glowplug.core.step.messages import (
     Control,

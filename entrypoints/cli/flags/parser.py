@@ -9,6 +9,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+#: flags of a single command -> why the others do not have them
+OF_ONE_COMMAND = {
+    "--alone": "only `glowplug bench one-batch` runs one rank of a layout without the others, "
+    "because its answers are meaningless; leave it out",
+}
 _NUMBER = re.compile(r"-\d+(?:\.\d+)?")
 
 
@@ -73,6 +78,9 @@ class Parser(argparse.ArgumentParser):
         from glowplug.entrypoints.cli.flags.foreign import unsupported
 
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        reason = OF_ONE_COMMAND.get(name, "")
+        if reason:
+            return f"{name}: {reason}"
         reason = unsupported(name, known)
         if reason:
             return reason
