@@ -9,7 +9,7 @@ from glowplug.core.config.schema import SECRETS, EngineConfig, recorded
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.model_folder import with_digest
 from glowplug.core.plan.checks.adaptive import given_costs
-from glowplug.core.plan.draft_model import DRAFT_SLOTS
+from glowplug.core.plan.draft_model import draft_slots
 from glowplug.core.plan.fingerprint import plan_fingerprint
 from glowplug.core.plan.inputs import CALLER
 from glowplug.core.plan.kv_entries import planned_entries
@@ -56,7 +56,7 @@ def _engine_plan(proposal: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...
         seed=config.seed,
         overlap=values.overlap,
         choices=_choices(proposal, (slot.name for slot in SLOTS)),
-        draft_choices=_choices(proposal.draft, DRAFT_SLOTS) if proposal.draft else (),
+        draft_choices=_choices(proposal.draft, draft_slots(proposal)) if proposal.draft else (),
         decisions=tuple(proposal.decisions),
         budget=budget,
         sizes=sizes,

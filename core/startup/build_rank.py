@@ -32,8 +32,8 @@ from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
 from glowplug.core.startup.components import (
+    build_attention,
     build_component,
-    check_kv_layout,
     draft_extend_of,
     make_worker,
     plain_scheme,
@@ -70,9 +70,8 @@ def build_context(
         collectives = build_component(plugins, plan.choice("collectives"), plan, worker)
     components = {
         slot: build_component(plugins, plan.choice(slot), plan, worker)
-        for slot in ("quantization", "attention", "ops")
+        for slot in ("quantization", "ops")
     }
-    check_kv_layout(plan, components["attention"].kv_layout())
     joined = replace(worker, collectives=collectives)
     strategies = [
         build_component(plugins, choice, plan, joined) for choice in plan.choices_in("parallel")
@@ -86,7 +85,7 @@ def build_context(
         plain=plain_scheme(plan, plugins, worker),
         parallel=ParallelStack(strategies),
         collectives=collectives,
-        attention=components["attention"],
+        attention=build_attention(plugins, plan, worker),
         ops=components["ops"],
         draft_extend=draft_extend_of(plan),
         spare=plan.sizes.positions - plan.sizes.context_length,
@@ -204,8 +203,8 @@ class RankBuilder:
     ) -> tuple[BuildContext, ModelFamily]:
         """Return the context and the family that build a draft model.
 
-        A draft that is a whole model has its own. Other drafts have the target's: their cache
-        layers follow the target's, and they are built from the facts of their folder, if any.
+        A whole model has its own. Other drafts have the target's, with facts of their folder, if
+        any. Their cache layers follow the target's, or family and attention are their own.
         """
         plan = self.plan
         facts = plan.facts
@@ -213,10 +212,12 @@ class RankBuilder:
             first = facts.model.num_layers
             return replace(context, first_layer=first, facts=facts.draft or facts.model), family
         own = plan.of_draft()
-        return (
-            build_context(own, self.plugins, self.worker, collectives=context.collectives),
-            build_component(self.plugins, own.choice("model"), own, self.worker),
-        )
+        parts = self.plugins, own, self.worker
+        if plan.whole_draft:
+            made = build_context(own, parts[0], parts[2], collectives=context.collectives)
+        else:
+            made = replace(context, facts=own.facts.model, attention=build_attention(*parts))
+        return made, build_component(parts[0], own.choice("model"), own, parts[2])
 
     def _runner(self, context: BuildContext, model: Model, speculative: Any) -> Runner:
         plan = self.plan
@@ -256,10 +257,7 @@ class RankBuilder:
         }
 
     def _load(self, model: Model, draft: Model | None, collectives: Collectives) -> None:
-        """Load the weights of the target and the draft, and log the bytes read and the rate.
-
-        Then wait for the ranks that still load, as long as that takes.
-        """
+        """Load the weights, log bytes and rate, and wait for ranks that still load."""
         facts = self.plan.facts
         folders = [(facts.model, {"weights": model})]
         if draft is not None:

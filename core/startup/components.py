@@ -26,6 +26,7 @@ from glowplug.core.plugin.registry import (
     entry_point_sources,
 )
 from glowplug.core.protocols import (
+    AttentionBackend,
     QuantizationScheme,
     SpeculativeAlgorithm,
     Worker,
@@ -148,6 +149,17 @@ def quantizes_online(plan: EnginePlan, plugins: PluginSet, facts: ModelFacts | N
     offers = found.component.offers if found is not None else None
     unquantized = (facts or plan.facts.model).quant_method == "none"
     return isinstance(offers, QuantizationOffers) and offers.online and unquantized
+
+
+def build_attention(plugins: PluginSet, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+    """Return the attention backend of ``plan``.
+
+    Raises:
+        PluginLoadError: as for ``build_component``; also if the KV layout contradicts the plan.
+    """
+    attention: AttentionBackend = build_component(plugins, plan.choice("attention"), plan, worker)
+    check_kv_layout(plan, attention.kv_layout())
+    return attention
 
 
 def check_kv_layout(plan: EnginePlan, layout: KVLayout) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
+from glowplug.core.plan.kv_entries import own_cache_family
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen, ChosenOf
 from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers
@@ -21,9 +22,10 @@ FOLDER = "speculative.draft_model"  #: option with the draft model's folder
 EXPORT = "glowplug export-nextn writes one from the model's own checkpoint"
 HEADS = "an EAGLE head trained for this model"
 #: properties that a draft shares with its target: attribute of ``ModelFacts`` -> name
+SHARED_STATES = {"hidden_size": "hidden size", "vocab_size": "vocabulary size"}
+#: those of drafts in the target's KV pool
 SHARED = {
-    "hidden_size": "hidden size",
-    "vocab_size": "vocabulary size",
+    **SHARED_STATES,
     "kind": "kind of attention",
     "kv_lora_rank": "latent size (kv_lora_rank)",
     "qk_rope_head_dim": "rotary size (qk_rope_head_dim)",
@@ -39,9 +41,9 @@ _Drafter = ChosenOf[SpeculativeOffers, SpeculativeOptions]
 
 
 def _drafter(proposal: Proposal) -> _Drafter | None:
-    """Return the speculative algorithm if its draft is a layer in the KV pool, else None."""
+    """Return the speculative algorithm if its draft continues hidden states, else None."""
     chosen = proposal.speculative
-    return chosen if chosen is not None and proposal.values.draft_layers else None
+    return chosen if chosen is not None and proposal.values.draft_extends else None
 
 
 def _layer_user(proposal: Proposal) -> _Drafter | None:
@@ -154,7 +156,9 @@ def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
         return
     head = chosen.offers.eagle_head
     shared = SHARED if target.kind == "mla" else SHARED | SHARED_HEADS
-    if head and folder.kind != target.kind:
+    if own_cache_family(proposal):
+        shared = SHARED_STATES
+    elif head and folder.kind != target.kind:
         return  # another check refuses it
     for key, what in shared.items():
         own = getattr(folder, key)
