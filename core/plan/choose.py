@@ -12,7 +12,7 @@ from glowplug.core.plan.checks.adaptive import decide_adaptive, possible_shapes
 from glowplug.core.plan.checks.checkpoint import quantized_as
 from glowplug.core.plan.checks.last_layer import choose_last_layer
 from glowplug.core.plan.device import choose_device, choose_dtypes
-from glowplug.core.plan.draft_model import choose_draft_model
+from glowplug.core.plan.draft_model import choose_draft_model, choose_draft_source
 from glowplug.core.plan.kv_entries import own_cache_family
 from glowplug.core.plan.proposal import Proposal, chosen_of, options_of
 from glowplug.core.plugin.component import Component, Options
@@ -41,6 +41,7 @@ def choose(proposal: Proposal) -> None:
     decide_adaptive(proposal)
     choose_last_layer(proposal)
     choose_draft_model(proposal)
+    choose_draft_source(proposal)
 
 
 # ---- the model family ----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from glowplug.core.plan.candidates import against, own_check, pick, unfit
 from glowplug.core.plan.checks.components import component_checks
 from glowplug.core.plan.checks.draft_models import AXES
 from glowplug.core.plan.checks.run import run_checks
-from glowplug.core.plan.checks.speculation import FOLDER, HEADS
+from glowplug.core.plan.checks.speculation import FOLDER, HEADS, other_source
 from glowplug.core.plan.kv_entries import own_cache_family
 from glowplug.core.plan.proposal import Proposal, Trial, chosen_of, options_of
 from glowplug.core.plugin.decided import Decided
@@ -38,6 +38,15 @@ MODEL_SLOTS = (*HEAD_SLOTS, "quantization")
 def draft_slots(proposal: Proposal) -> tuple[str, ...]:
     """Return the slots with a component for the draft of ``proposal``."""
     return HEAD_SLOTS if proposal.values.draft_extends else MODEL_SLOTS
+
+
+def choose_draft_source(proposal: Proposal) -> None:
+    """Decide on the weight source of the draft's folder, if the model's cannot read it."""
+    found = other_source(proposal)
+    if found is not None:
+        assert proposal.weights is not None and proposal.facts.draft is not None
+        why = f"{proposal.weights.name} does not read {proposal.facts.draft.format} weights"
+        proposal.decide("draft.weights.use", found.component.name, "auto", why)
 
 
 def choose_draft_model(proposal: Proposal) -> None:
@@ -180,13 +189,18 @@ def draft_model_refusals(proposal: Proposal) -> list[Refusal]:
             found += component_checks(draft, BY_NAME[name], registration.component, chosen)
             found += unfit(draft, BY_NAME[name], registration.component, chosen)
     draft.trial = None
-    whole = proposal.whole_draft is not None
-    fix = f'{"another draft model" if whole else HEADS}, or speculative.use = "none"'
+    fix = _another(proposal)
     found = [Refusal(one.by, FOLDER, one.reason, fix, one.origin) for one in found]
-    if whole:  # ranks that cannot split a head are refused with the target's
+    if proposal.whole_draft is not None:  # ranks that cannot split a head are refused elsewhere
         found += _split_refusals(draft)
     reason = f"the draft model {draft.facts.model.path} cannot run: "
     return [replace(one, reason=reason + one.reason) for one in dict.fromkeys(found)]
+
+
+def _another(proposal: Proposal) -> str:
+    """Return the fix for a draft with attention of its own that cannot run."""
+    what = HEADS if proposal.whole_draft is None else "another draft model"
+    return f'{what}, or speculative.use = "none"'
 
 
 def _split_refusals(draft: Proposal) -> list[Refusal]:

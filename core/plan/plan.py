@@ -183,6 +183,8 @@ class EnginePlan:
     expandable_segments: bool = False
     #: components of a draft with attention of its own, in place of the target's; () without one
     draft_choices: tuple[Choice, ...] = ()
+    #: weight source of the draft's folder; None: the model's
+    draft_source: Choice | None = None
     #: tensors of the KV cache, as the attention backend's offers declare them
     kv_entries: tuple[KVEntry, ...] = ()
     draft_kv_entries: tuple[KVEntry, ...] = ()  #: those of a draft with attention of its own
@@ -223,6 +225,12 @@ class EnginePlan:
             kv_entries=self.draft_kv_entries,
             draft_kv_entries=(),
         )
+
+    @property
+    def every_choice(self) -> tuple[Choice, ...]:
+        """All chosen components, those of the draft last."""
+        source = () if self.draft_source is None else (self.draft_source,)
+        return (*self.choices, *self.draft_choices, *source)
 
     @property
     def whole_draft(self) -> bool:

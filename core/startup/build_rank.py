@@ -24,7 +24,7 @@ from glowplug.core.engine.tiers.rank_tier import open_tier
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.budget.units import human
-from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Collectives, Model, ModelFamily, Scheduler, Worker
@@ -114,10 +114,11 @@ class RankBuilder:
         self.worker = replace(worker, clock=self.clock)
         self.memory = RankMemory(plan, worker)
 
-    def component(self, slot: str) -> Any:
-        """Build the plan's choice for ``slot``."""
+    def component(self, slot: str, choice: Choice | None = None) -> Any:
+        """Build ``choice``, or by default the plan's for ``slot``."""
+        choice = choice or self.plan.choice(slot)
         with self.phases.building():
-            return build_component(self.plugins, self.plan.choice(slot), self.plan, self.worker)
+            return build_component(self.plugins, choice, self.plan, self.worker)
 
     def build(self) -> Engine:
         """Run all start-up phases but ``ready`` and return the rank's engine."""
@@ -183,11 +184,7 @@ class RankBuilder:
         return [] if runner.tier is None else [runner.tier.close]
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
-        """Build the target model and the draft model without weights.
-
-        Returns:
-            The target model, the draft model (None if there is none) and the algorithm.
-        """
+        """Return the target and the draft (None: none), without weights, and the algorithm."""
         speculative = self.component("speculative")
         family = self.component("model")
         model = family.build(context)
@@ -274,16 +271,12 @@ class RankBuilder:
             meet("load")
 
     def _load_from(self, facts: ModelFacts, models: dict[str, Model]) -> int:
-        """Load the models stored in one folder.
+        """Load the models stored in one folder and return the number of bytes read.
 
-        Args:
-            facts: the facts of the folder.
-            models: the models stored there, by the budget line of their weights.
-
-        Returns:
-            The number of bytes read.
+        ``models``: the models stored there, by the budget line of their weights.
         """
-        source = self.component("weights")
+        of_draft = facts is self.plan.facts.draft
+        source = self.component("weights", self.plan.draft_source if of_draft else None)
         size = 0
         source.open(facts)
         try:
@@ -295,7 +288,7 @@ class RankBuilder:
         return size
 
     def _make_pool(self, runner: Runner, context: BuildContext) -> None:
-        """Make the KV pool, with the measured number of pages on a device, else the planned one."""
+        """Make the KV pool, with the measured number of pages on a device."""
         planned = self.plan.sizes.num_pages
         if self.memory.measures:
             with self.phases.run("kernels") as remarks:

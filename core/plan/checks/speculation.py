@@ -15,7 +15,9 @@ from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
 from glowplug.core.plan.kv_entries import own_cache_family
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen, ChosenOf
-from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers
+from glowplug.core.plugin.loading import Registration
+from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers, WeightOffers
+from glowplug.core.plugin.requirements import missing_packages
 from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
 FOLDER = "speculative.draft_model"  #: option with the draft model's folder
@@ -218,6 +220,24 @@ def _quantised(model: ModelFacts) -> str:
     )
 
 
+def other_source(proposal: Proposal) -> Registration | None:
+    """Return the weight source of the draft's folder if the model's does not read its format.
+
+    The result is None if the model's source reads it, or if no registered source does.
+    """
+    source = proposal.weights
+    folder = proposal.facts.draft
+    if source is None or folder is None or source.offers.formats & {folder.format, "synthetic"}:
+        return None
+    packages = proposal.facts.software.packages
+    for found in proposal.plugins.components("weights"):
+        offers = found.component.offers
+        if isinstance(offers, WeightOffers) and folder.format in offers.formats:
+            if not missing_packages(found.component, packages):
+                return found
+    return None
+
+
 @reads("weights", "speculative")
 def check_draft_weights(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a weight source that cannot read the draft folder's format."""
@@ -226,7 +246,7 @@ def check_draft_weights(proposal: Proposal) -> Iterator[Refusal]:
     chosen = proposal.speculative
     if source is None or folder is None or chosen is None:
         return
-    if not source.offers.formats & {folder.format, "synthetic"}:
+    if not source.offers.formats & {folder.format, "synthetic"} and not other_source(proposal):
         held = "no weights" if folder.format == "none" else f"{folder.format} weights"
         yield refuse(
             proposal,

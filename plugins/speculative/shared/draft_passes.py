@@ -59,7 +59,7 @@ class DraftPasses:
     _model: Any  #: the draft model
     _attention: AttentionBackend  #: its attention
     _collectives: Collectives  #: those of its head
-    _own_cache: OwnCache | None = None  #: its KV pool, if it has attention of its own
+    _own_cache: OwnCache | None = None  #: its KV pool, if attention is its own
 
     def __init__(self, options: KnobOptions, plan: EnginePlan, worker: Worker) -> None:
         self._options = options
@@ -82,7 +82,7 @@ class DraftPasses:
         if self._own_cache is not None:
             self._own_cache.reserve(limits)
         self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
-        # ones, because no sequence is empty
+        # no sequence is empty
         self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
         #: counters of ``greedy.best_keys``
         self._arrived = torch.zeros(limits.rows, dtype=torch.int32, device=self._device)
@@ -212,7 +212,7 @@ class DraftPasses:
         return drafted
 
     def _plan(self, step: Batch, piece: str) -> None:
-        """Let the draft's attention prepare the draft pass ``step``, whose piece is ``piece``."""
+        """Let the draft's attention prepare the draft pass ``step`` of the piece ``piece``."""
         step.first_key = self.first_key
         self._attention.plan_step(step, step.pieces.key(piece))
 
