@@ -125,7 +125,7 @@ def running_call(
 def _owner(frame: FrameType, plan: EnginePlan) -> Choice | None:
     """Return the component that the code of ``frame`` belongs to, or None."""
     module = str(frame.f_globals.get("__name__", ""))
-    every = (*plan.choices, *plan.draft_choices)
+    every = plan.every_choice
     choices = [choice for choice in every if choice.slot != "executor"]  # it runs the others
     same = [choice for choice in choices if choice.factory.partition(":")[0] == module]
     if not same:

@@ -12,7 +12,8 @@ from glowplug.core.plan.checks.adaptive import decide_adaptive, possible_shapes
 from glowplug.core.plan.checks.checkpoint import quantized_as
 from glowplug.core.plan.checks.last_layer import choose_last_layer
 from glowplug.core.plan.device import choose_device, choose_dtypes
-from glowplug.core.plan.draft_model import choose_draft_model
+from glowplug.core.plan.draft_model import choose_draft_model, choose_draft_source
+from glowplug.core.plan.kv_entries import own_cache_family
 from glowplug.core.plan.proposal import Proposal, chosen_of, options_of
 from glowplug.core.plugin.component import Component, Options
 from glowplug.core.plugin.draft_shape import DraftShape
@@ -40,6 +41,7 @@ def choose(proposal: Proposal) -> None:
     decide_adaptive(proposal)
     choose_last_layer(proposal)
     choose_draft_model(proposal)
+    choose_draft_source(proposal)
 
 
 # ---- the model family ----------------------------------------------------------------------------
@@ -177,7 +179,9 @@ def _decide_numbers(proposal: Proposal) -> None:
     values.lookahead = speculative.options.lookahead() if speculative else 0
     path = proposal.facts.model.path
     values.draft_folder = speculative.options.draft_for(path) if speculative else None
-    values.draft_layers = _draft_layers(proposal)
+    layers = _draft_layers(proposal)
+    values.draft_extends = layers > 0
+    values.draft_layers = 0 if own_cache_family(proposal) else layers
     mesh: dict[str, int] = {}
     for strategy in proposal.parallel:
         for axis in sorted(strategy.offers.axes):
@@ -204,7 +208,7 @@ def _draft_shape(proposal: Proposal) -> DraftShape:
 
 
 def _draft_layers(proposal: Proposal) -> int:
-    """Return the number of the draft's layers in the target's KV pool."""
+    """Return the number of layers of a draft that continues the target's hidden states."""
     speculative = proposal.speculative
     if speculative is None:
         return 0

@@ -1,8 +1,9 @@
-"""Choice of the components of a draft that is a whole model. Plan zone: no torch.
+"""Choice of the components of a draft with attention of its own. Plan zone: no torch.
 
-Such a draft runs with the target's mesh, collectives, compute dtype, page size and speculative
-algorithm. Model family, attention and quantization are chosen for it by the rules and checks that
-choose those of the target. Its KV cache has the compute dtype.
+Such a draft is a whole model, or an EAGLE head with another kind of attention than its target's. It
+runs with the target's mesh, collectives, compute dtype, page size and speculative algorithm. Model
+family, attention and, for a whole model, quantization are chosen for it by the rules and checks
+that choose those of the target. Its KV cache has the compute dtype.
 """
 
 from __future__ import annotations
@@ -20,45 +21,69 @@ from glowplug.core.plan.candidates import against, own_check, pick, unfit
 from glowplug.core.plan.checks.components import component_checks
 from glowplug.core.plan.checks.draft_models import AXES
 from glowplug.core.plan.checks.run import run_checks
-from glowplug.core.plan.checks.speculation import FOLDER
+from glowplug.core.plan.checks.speculation import FOLDER, HEADS, other_source
+from glowplug.core.plan.kv_entries import own_cache_family
 from glowplug.core.plan.proposal import Proposal, Trial, chosen_of, options_of
 from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.offers import AttentionOffers, ModelOffers
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.plugin.slots import BY_NAME
 
-#: slots with a component for the draft; components in other slots are the target's
-DRAFT_SLOTS = ("model", "attention", "quantization")
-ANOTHER = 'another draft model, or speculative.use = "none"'
+#: slots with a component for an EAGLE head; components in other slots are the target's
+HEAD_SLOTS = ("model", "attention")
+#: the same slots for a whole model; heads are loaded unquantised
+MODEL_SLOTS = (*HEAD_SLOTS, "quantization")
+
+
+def draft_slots(proposal: Proposal) -> tuple[str, ...]:
+    """Return the slots with a component for the draft of ``proposal``."""
+    return HEAD_SLOTS if proposal.values.draft_extends else MODEL_SLOTS
+
+
+def choose_draft_source(proposal: Proposal) -> None:
+    """Decide on the weight source of the draft's folder, if the model's cannot read it."""
+    found = other_source(proposal)
+    if found is not None:
+        assert proposal.weights is not None and proposal.facts.draft is not None
+        why = f"{proposal.weights.name} does not read {proposal.facts.draft.format} weights"
+        proposal.decide("draft.weights.use", found.component.name, "auto", why)
 
 
 def choose_draft_model(proposal: Proposal) -> None:
-    """Set ``proposal.draft`` to the proposal of the draft, if the draft is a whole model.
+    """Set ``proposal.draft`` to the proposal of the draft, if it has attention of its own.
 
-    Nothing is set if the draft's folder could not be read, if no family builds a model of its
+    Nothing is set if the draft's folder could not be read, if no family builds a draft of its
     architecture, or if the target has no attention; checks refuse these cases.
     """
-    speculative = proposal.speculative
     facts = proposal.facts.draft
-    if speculative is None or not speculative.offers.whole_model or facts is None:
+    if facts is None or proposal.attention is None:
         return
-    family = family_of(proposal, facts)
-    if family is None or proposal.attention is None:
+    family = _draft_family(proposal, facts)
+    if family is None:
         return
     draft = _draft_proposal(proposal, facts)
     found = proposal.plugins.find("model", family)
     assert found is not None
     draft.chosen["model"] = (chosen_of(found.component, options_of(found.component)),)
     _choose_attention(draft)
-    pick(draft, BY_NAME["quantization"])
+    if "quantization" in draft_slots(proposal):
+        pick(draft, BY_NAME["quantization"])
     proposal.draft = draft
     architecture = facts.architecture
     proposal.decide("draft.family", family, "facts", f"config.json states {architecture}")
     for decision in draft.decisions:
         proposal.decisions.append(replace(decision, field=f"draft.{decision.field}"))
-    if proposal.values.ranks > 1:
+    if proposal.values.ranks > 1 and proposal.whole_draft is not None:
         why = f"each layer is split over {proposal.values.ranks} ranks, as the model's are"
         proposal.decide("draft.parallel", "split", "auto", why)
+
+
+def _draft_family(proposal: Proposal, facts: ModelFacts) -> str | None:
+    """Return the name of the family of a draft with attention of its own; None for other drafts."""
+    speculative = proposal.speculative
+    if speculative is not None and speculative.offers.whole_model:
+        return family_of(proposal, facts)
+    return own_cache_family(proposal)
 
 
 def family_of(proposal: Proposal, facts: ModelFacts) -> str | None:
@@ -79,7 +104,7 @@ def _draft_proposal(proposal: Proposal, facts: ModelFacts) -> Proposal:
         replace(proposal.facts, model=facts, draft=None),
         proposal.draft_elements,
         values=Decided(**values),
-        chosen={**proposal.chosen, **dict.fromkeys(DRAFT_SLOTS, ())},
+        chosen={**proposal.chosen, **dict.fromkeys(draft_slots(proposal), ())},
         drafts=True,
     )
 
@@ -155,7 +180,7 @@ def draft_model_refusals(proposal: Proposal) -> list[Refusal]:
     if draft is None:
         return []
     found = list(draft.refusals)
-    for name in DRAFT_SLOTS:
+    for name in draft_slots(proposal):
         draft.trial = Trial(name, fixes=False)
         found += run_checks(draft)
         for chosen in draft.chosen[name]:
@@ -164,12 +189,18 @@ def draft_model_refusals(proposal: Proposal) -> list[Refusal]:
             found += component_checks(draft, BY_NAME[name], registration.component, chosen)
             found += unfit(draft, BY_NAME[name], registration.component, chosen)
     draft.trial = None
-    found = [Refusal(one.by, FOLDER, one.reason, ANOTHER, one.origin) for one in found]
+    fix = _another(proposal)
+    found = [Refusal(one.by, FOLDER, one.reason, fix, one.origin) for one in found]
+    if proposal.whole_draft is not None:  # ranks that cannot split a head are refused elsewhere
+        found += _split_refusals(draft)
     reason = f"the draft model {draft.facts.model.path} cannot run: "
-    return [
-        replace(one, reason=reason + one.reason)
-        for one in dict.fromkeys([*found, *_split_refusals(draft)])
-    ]
+    return [replace(one, reason=reason + one.reason) for one in dict.fromkeys(found)]
+
+
+def _another(proposal: Proposal) -> str:
+    """Return the fix for a draft with attention of its own that cannot run."""
+    what = HEADS if proposal.whole_draft is None else "another draft model"
+    return f'{what}, or speculative.use = "none"'
 
 
 def _split_refusals(draft: Proposal) -> list[Refusal]:

@@ -39,8 +39,7 @@ def plan_fingerprint(plan: EnginePlan) -> str:
             "model": _content(plan.facts.model),
             "draft": plan.facts.draft and _content(plan.facts.draft),
             "components": [
-                [*_component(choice), _options(plan, choice)]
-                for choice in (*plan.choices, *plan.draft_choices)
+                [*_component(choice), _options(plan, choice)] for choice in plan.every_choice
             ],
             "decided": [
                 plan.dtype,

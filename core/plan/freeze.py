@@ -9,14 +9,15 @@ from glowplug.core.config.schema import SECRETS, EngineConfig, recorded
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.model_folder import with_digest
 from glowplug.core.plan.checks.adaptive import given_costs
-from glowplug.core.plan.draft_model import DRAFT_SLOTS
+from glowplug.core.plan.checks.speculation import other_source
+from glowplug.core.plan.draft_model import draft_slots
 from glowplug.core.plan.fingerprint import plan_fingerprint
 from glowplug.core.plan.inputs import CALLER
 from glowplug.core.plan.kv_entries import planned_entries
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
-from glowplug.core.plan.proposal import Proposal
-from glowplug.core.plugin.component import Chosen
-from glowplug.core.plugin.loading import describe, failed
+from glowplug.core.plan.proposal import Proposal, options_of
+from glowplug.core.plugin.component import Chosen, Options
+from glowplug.core.plugin.loading import Registration, describe, failed
 from glowplug.core.plugin.offers import PolicyOffers
 from glowplug.core.plugin.options import Section
 from glowplug.core.plugin.slots import SLOTS, Slot
@@ -56,7 +57,8 @@ def _engine_plan(proposal: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...
         seed=config.seed,
         overlap=values.overlap,
         choices=_choices(proposal, (slot.name for slot in SLOTS)),
-        draft_choices=_choices(proposal.draft, DRAFT_SLOTS) if proposal.draft else (),
+        draft_choices=_choices(proposal.draft, draft_slots(proposal)) if proposal.draft else (),
+        draft_source=_draft_source(proposal),
         decisions=tuple(proposal.decisions),
         budget=budget,
         sizes=sizes,
@@ -97,18 +99,27 @@ def _choices(proposal: Proposal, slots: Iterable[str]) -> tuple[Choice, ...]:
         for chosen in proposal.chosen[slot]:
             registration = proposal.plugins.find(slot, chosen.name)
             assert registration is not None
-            choices.append(
-                Choice(
-                    slot,
-                    chosen.name,
-                    registration.component.factory,
-                    chosen.options.model_dump(mode="json"),
-                    registration.distribution,
-                    registration.version,
-                    tuple(chosen.options.marked("operational")),
-                )
-            )
+            choices.append(_choice(slot, registration, chosen.options))
     return tuple(choices)
+
+
+def _choice(slot: str, registration: Registration, options: Options) -> Choice:
+    """Return the choice of a component with these options."""
+    return Choice(
+        slot,
+        registration.component.name,
+        registration.component.factory,
+        options.model_dump(mode="json"),
+        registration.distribution,
+        registration.version,
+        tuple(options.marked("operational")),
+    )
+
+
+def _draft_source(proposal: Proposal) -> Choice | None:
+    """Return the weight source of the draft's folder; None if it is the model's."""
+    found = other_source(proposal)
+    return found and _choice("weights", found, options_of(found.component))
 
 
 def _record_options(proposal: Proposal, unused: Mapping[str, str]) -> None:

@@ -6,6 +6,33 @@ from glowplug.core.errors import PluginLoadError
 from glowplug.core.facts.kv_layout import USUAL_ENTRIES, KVContext, KVEntry, local_heads
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.proposal import Proposal
+from glowplug.core.plugin.offers import ModelOffers
+
+
+def own_cache_family(proposal: Proposal) -> str | None:
+    """Return the model family that builds an EAGLE head with a KV cache of its own.
+
+    Such a head has attention of another kind than the target, so its keys do not fit the target's
+    cache. The target's family must build EAGLE heads of its own kind.
+
+    Returns:
+        Name of the head's family; None if the draft is no such head.
+    """
+    speculative = proposal.speculative
+    target = proposal.model
+    head = proposal.facts.draft
+    if speculative is None or target is None or head is None:
+        return None
+    if not (speculative.offers.eagle_head and target.offers.eagle_architectures):
+        return None
+    if head.kind == target.offers.kind:
+        return None
+    for found in proposal.plugins.components("model"):
+        offers = found.component.offers
+        if isinstance(offers, ModelOffers) and offers.kind == head.kind:
+            if head.architecture in offers.eagle_architectures:
+                return found.component.name
+    return None
 
 
 def kv_layers(proposal: Proposal) -> int:

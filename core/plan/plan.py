@@ -113,6 +113,8 @@ class Sizes:
     width: int = 1  #: tokens per decoding row and step: 1 plus the drafted tokens
     draft_shape: DraftShape = DraftShape()  #: size of the drafts of a round
     draft_layers: int = 0  #: layers of the KV pool for a draft model, after the model's own
+    #: the draft continues the target's hidden states, in layers of the pool or of a pool of its own
+    draft_extends: bool = False
     #: sizes of drafts that a step may have, ascending by tokens; the last one is ``draft_shape``
     draft_shapes: tuple[DraftShape, ...] = ()
     #: positions after a step's tokens for which rows have pages, because the draft writes there
@@ -179,11 +181,13 @@ class EnginePlan:
     draft_costs: DraftCosts | None = None
     #: torch's allocator uses expandable segments, unless its environment variable is set
     expandable_segments: bool = False
-    #: components of a draft that is a whole model, in place of the target's; () if it is none
+    #: components of a draft with attention of its own, in place of the target's; () without one
     draft_choices: tuple[Choice, ...] = ()
+    #: weight source of the draft's folder; None: the model's
+    draft_source: Choice | None = None
     #: tensors of the KV cache, as the attention backend's offers declare them
     kv_entries: tuple[KVEntry, ...] = ()
-    draft_kv_entries: tuple[KVEntry, ...] = ()  #: those of a draft that is a whole model
+    draft_kv_entries: tuple[KVEntry, ...] = ()  #: those of a draft with attention of its own
     #: ``PolicyOffers.request_fields`` of the plan's policy
     request_fields: str = ""
     #: source of the chat template that replaces the tokenizer's; "" for the tokenizer's own
@@ -205,11 +209,11 @@ class EnginePlan:
         return tuple(choice for choice in self.choices if choice.slot == slot)
 
     def of_draft(self) -> EnginePlan:
-        """Return the plan of a draft that is a whole model, as its own model.
+        """Return the plan of a draft with attention of its own, as its own model.
 
         The draft's KV cache has the compute dtype and the pages of the target's.
         """
-        assert self.facts.draft is not None and self.draft_choices, "the draft is a whole model"
+        assert self.facts.draft is not None and self.draft_choices, "the draft has own attention"
         slots = {choice.slot for choice in self.draft_choices}
         others = tuple(choice for choice in self.choices if choice.slot not in slots)
         return replace(
@@ -221,6 +225,17 @@ class EnginePlan:
             kv_entries=self.draft_kv_entries,
             draft_kv_entries=(),
         )
+
+    @property
+    def every_choice(self) -> tuple[Choice, ...]:
+        """All chosen components, those of the draft last."""
+        source = () if self.draft_source is None else (self.draft_source,)
+        return (*self.choices, *self.draft_choices, *source)
+
+    @property
+    def whole_draft(self) -> bool:
+        """The draft is a whole model."""
+        return bool(self.draft_choices) and not self.sizes.draft_extends
 
     @property
     def local_kv_heads(self) -> int:

@@ -96,8 +96,8 @@ class Proposal:
         values: decided values that checks and the byte budget read.
         chosen: components chosen so far by slot; every slot is a key.
         trial: the trial of candidates in progress; None outside of trials.
-        draft: the proposal of a draft that is a whole model (``plan.draft_model``); None if there
-            is none.
+        draft: the proposal of a draft with attention of its own (``plan.draft_model``): a whole
+            model, or an EAGLE head with another kind of attention; None if there is none.
         drafts: this is the proposal of such a draft, as its own model.
     """
 
@@ -161,8 +161,13 @@ class Proposal:
 
     @property
     def models(self) -> tuple[Proposal, ...]:
-        """This proposal, and that of the draft if the draft is a whole model."""
+        """This proposal, and that of the draft if the draft has attention of its own."""
         return (self,) if self.draft is None else (self, self.draft)
+
+    @property
+    def whole_draft(self) -> Proposal | None:
+        """The proposal of a draft that is a whole model; None if there is none."""
+        return None if self.values.draft_extends else self.draft
 
     @property
     def exchanges(self) -> bool:

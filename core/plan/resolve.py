@@ -22,7 +22,7 @@ from glowplug.core.plan.checks.components import component_checks
 from glowplug.core.plan.checks.ranks import out_of_order
 from glowplug.core.plan.checks.run import run_checks
 from glowplug.core.plan.choose import choose
-from glowplug.core.plan.draft_model import DRAFT_SLOTS, draft_model_refusals
+from glowplug.core.plan.draft_model import draft_model_refusals, draft_slots
 from glowplug.core.plan.freeze import freeze
 from glowplug.core.plan.inputs import Inputs, read_inputs, remarks_on_facts
 from glowplug.core.plan.plan import BudgetLine, Decision, EnginePlan, Sizes
@@ -220,7 +220,7 @@ def _complete(proposal: Proposal) -> bool:
     draft = proposal.draft
     return (
         filled
-        and (draft is None or all(draft.chosen[name] for name in DRAFT_SLOTS))
+        and (draft is None or all(draft.chosen[name] for name in draft_slots(proposal)))
         and divides(proposal.values.mesh)
         and (proposal.values.device == "cpu" or bool(proposal.facts.hardware.devices))
     )

@@ -28,7 +28,9 @@ class Decided:
         draft_shape: size of the drafts of a round.
         draft_shapes: sizes of drafts that a step may have, ascending; the last is ``draft_shape``.
             It is the only one without ``speculative.adaptive``.
-        draft_layers: number of the draft's layers in the KV pool.
+        draft_extends: the draft continues the target's hidden states, and stores entries for a
+            step's tokens after the target's pass (draft extend).
+        draft_layers: number of the draft's layers in the target's KV pool.
         draft_folder: folder of the draft model; None if the draft has no folder of its own.
         mesh: mesh axis -> size.
         ranks: number of ranks.
@@ -48,6 +50,7 @@ class Decided:
     draft_shapes: tuple[DraftShape, ...]
     lookahead: int
     draft_shape: DraftShape
+    draft_extends: bool
     draft_layers: int
     draft_folder: str | None
     mesh: dict[str, int]

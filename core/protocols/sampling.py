@@ -215,11 +215,11 @@ class SpeculativeAlgorithm(Protocol):
         Args:
             context: the target's build context with two changes. ``first_layer`` is the KV-pool
                 number of the draft's first layer, which follows the target's layers. ``facts``
-                are those of the draft's folder, if it has one of its own. If the algorithm offers
-                ``whole_model``: the draft's own context, with attention of its own, for which
-                ``reserve`` makes a KV pool with the pages of the target's.
-            family: the model family of the target; if the algorithm offers ``whole_model``, that of
-                the draft.
+                are those of the draft's folder, if it has one of its own. If the plan has
+                ``draft_choices``: a context with attention of the draft's own, for which
+                ``reserve`` makes a KV pool with the pages of the target's; a whole model has all
+                components of its own.
+            family: the model family of the target; with ``draft_choices`` that of the draft.
             target: the target model.
         """
         ...

@@ -24,14 +24,19 @@ from glowplug.core.engine.tiers.rank_tier import open_tier
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.budget.units import human
-from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Collectives, Model, ModelFamily, Scheduler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.speculation.simulated import simulation_of
-from glowplug.core.startup.components import build_component, build_context, make_worker
+from glowplug.core.startup.components import (
+    build_attention,
+    build_component,
+    build_context,
+    make_worker,
+)
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
 from glowplug.core.startup.grammars import rank_grammars
 from glowplug.core.startup.load_weights import load_model
@@ -66,10 +71,11 @@ class RankBuilder:
         self.memory = RankMemory(plan, worker)
         self.leads = worker.rank == 0
 
-    def component(self, slot: str) -> Any:
-        """Build the plan's choice for ``slot``."""
+    def component(self, slot: str, choice: Choice | None = None) -> Any:
+        """Build ``choice``, or by default the plan's for ``slot``."""
+        choice = choice or self.plan.choice(slot)
         with self.phases.building():
-            return build_component(self.plugins, self.plan.choice(slot), self.plan, self.worker)
+            return build_component(self.plugins, choice, self.plan, self.worker)
 
     def context(self) -> BuildContext:
         """Return the context that the model is built from, with newly built components."""
@@ -139,11 +145,7 @@ class RankBuilder:
         return [] if runner.tier is None else [runner.tier.close]
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
-        """Build the target model and the draft model without weights.
-
-        Returns:
-            The target model, the draft model (None if there is none) and the algorithm.
-        """
+        """Return the target and the draft (None: none), without weights, and the algorithm."""
         speculative = self.component("speculative")
         family = self.component("model")
         model = family.build(context)
@@ -159,8 +161,8 @@ class RankBuilder:
     ) -> tuple[BuildContext, ModelFamily]:
         """Return the context and the family that build a draft model.
 
-        A draft that is a whole model has its own. Other drafts have the target's: their cache
-        layers follow the target's, and they are built from the facts of their folder, if any.
+        A whole model has its own. Other drafts have the target's, with facts of their folder, if
+        any. Their cache layers follow the target's, or family and attention are their own.
         """
         plan = self.plan
         facts = plan.facts
@@ -168,10 +170,12 @@ class RankBuilder:
             first = facts.model.num_layers
             return replace(context, first_layer=first, facts=facts.draft or facts.model), family
         own = plan.of_draft()
-        return (
-            build_context(own, self.plugins, self.worker, collectives=context.collectives),
-            build_component(self.plugins, own.choice("model"), own, self.worker),
-        )
+        parts = self.plugins, own, self.worker
+        if plan.whole_draft:
+            made = build_context(own, parts[0], parts[2], collectives=context.collectives)
+        else:
+            made = replace(context, facts=own.facts.model, attention=build_attention(*parts))
+        return made, build_component(parts[0], own.choice("model"), own, parts[2])
 
     def _runner(self, context: BuildContext, model: Model, speculative: Any) -> Runner:
         plan = self.plan
@@ -211,10 +215,7 @@ class RankBuilder:
         }
 
     def _load(self, model: Model, draft: Model | None, collectives: Collectives) -> None:
-        """Load the weights of the target and the draft, and log the bytes read and the rate.
-
-        Then wait for the ranks that still load, as long as that takes.
-        """
+        """Load the weights, log bytes and rate, and wait for ranks that still load."""
         facts = self.plan.facts
         folders = [(facts.model, {"weights": model})]
         if draft is not None:
@@ -231,16 +232,12 @@ class RankBuilder:
             meet("load")
 
     def _load_from(self, facts: ModelFacts, models: dict[str, Model]) -> int:
-        """Load the models stored in one folder.
+        """Load the models stored in one folder and return the number of bytes read.
 
-        Args:
-            facts: the facts of the folder.
-            models: the models stored there, by the budget line of their weights.
-
-        Returns:
-            The number of bytes read.
+        ``models``: the models stored there, by the budget line of their weights.
         """
-        source = self.component("weights")
+        of_draft = facts is self.plan.facts.draft
+        source = self.component("weights", self.plan.draft_source if of_draft else None)
         size = 0
         source.open(facts)
         try:
@@ -252,7 +249,7 @@ class RankBuilder:
         return size
 
     def _make_pool(self, runner: Runner, context: BuildContext) -> None:
-        """Make the KV pool, with the measured number of pages on a device, else the planned one."""
+        """Make the KV pool, with the measured number of pages on a device."""
         planned = self.plan.sizes.num_pages
         if self.memory.measures:
             with self.phases.run("kernels") as remarks:

@@ -27,6 +27,7 @@ from glowplug.core.plugin.registry import (
     entry_point_sources,
 )
 from glowplug.core.protocols import (
+    AttentionBackend,
     Collectives,
     QuantizationScheme,
     SpeculativeAlgorithm,
@@ -154,6 +155,17 @@ def quantizes_online(plan: EnginePlan, plugins: PluginSet, facts: ModelFacts | N
     return isinstance(offers, QuantizationOffers) and offers.online and unquantized
 
 
+def build_attention(plugins: PluginSet, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+    """Return the attention backend of ``plan``.
+
+    Raises:
+        PluginLoadError: as for ``build_component``; also if the KV layout contradicts the plan.
+    """
+    attention: AttentionBackend = build_component(plugins, plan.choice("attention"), plan, worker)
+    check_kv_layout(plan, attention.kv_layout())
+    return attention
+
+
 def check_kv_layout(plan: EnginePlan, layout: KVLayout) -> None:
     """Compare the KV layout of the attention backend with the one that the plan was sized for.
 
@@ -198,9 +210,8 @@ def build_context(
         collectives = build_component(plugins, plan.choice("collectives"), plan, worker)
     components = {
         slot: build_component(plugins, plan.choice(slot), plan, worker)
-        for slot in ("quantization", "attention", "ops")
+        for slot in ("quantization", "ops")
     }
-    check_kv_layout(plan, components["attention"].kv_layout())
     joined = replace(worker, collectives=collectives)
     strategies = [
         build_component(plugins, choice, plan, joined) for choice in plan.choices_in("parallel")
@@ -214,7 +225,7 @@ def build_context(
         plain=plain_scheme(plan, plugins, worker),
         parallel=ParallelStack(strategies),
         collectives=collectives,
-        attention=components["attention"],
+        attention=build_attention(plugins, plan, worker),
         ops=components["ops"],
         draft_extend=draft_extend_of(plan),
         spare=plan.sizes.positions - plan.sizes.context_length,

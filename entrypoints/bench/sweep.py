@@ -142,7 +142,7 @@ def _check(args: argparse.Namespace, settings: Sequence[Setting]) -> None:
     if all(setting.error for setting in settings):
         raise ValueError(settings[0].error)
     plans = [setting.plan for setting in settings if setting.plan is not None]
-    if tuple(args.vary) == DRAFT_EXTEND and not plans[0].sizes.draft_layers:
+    if tuple(args.vary) == DRAFT_EXTEND and not plans[0].sizes.draft_extends:
         raise ValueError(
             "the published settings switch the graphs of draft extend, and this engine has no such "
             "pass: choose drafts (--speculative-algorithm NEXTN), or other settings with --vary"

@@ -13,8 +13,8 @@ from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.safetensors_header import read_places
 from glowplug.core.plugin.component import CheckContext
-from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers
-from glowplug.models.eagle.config import FEATURE_KEY, OFFSETS, EagleConfig
+from glowplug.core.plugin.offers import SpeculativeOffers
+from glowplug.models.eagle.config import EAGLE3, FEATURE_KEY, LLAMA_EAGLE, OFFSETS, EagleConfig
 
 FOLDER = "speculative.draft_model"
 ANOTHER = "a head trained for this model"
@@ -29,9 +29,8 @@ def check_head(context: CheckContext) -> Iterator[Refusal]:
     chosen = [one for one in context.of(SpeculativeOffers) if one.offers.eagle_head]
     if not chosen:
         return
-    families = context.of(ModelOffers)
-    if not any(head.architecture in one.offers.eagle_architectures for one in families):
-        return  # refused by a check of the speculative algorithm
+    if head.architecture not in LLAMA_EAGLE | EAGLE3:
+        return  # a head of another form, or refused by a check of the speculative algorithm
     reasons = [*_form(head), *_features(head, context.facts.model), *_vocabulary(head)]
     for reason, fix in reasons:
         yield Refusal("models", FOLDER, reason, fix)

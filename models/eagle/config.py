@@ -87,10 +87,15 @@ class EagleConfig:
         Some trainers count the layer whose output is read from 0, others the layers before; their
         defaults differ by one and mean the same.
         """
-        default = (2, layers // 2, layers - 3)
+        default = default_features(layers)
         if self.feature_layers is None or self.feature_layers == tuple(n - 1 for n in default):
             return default
         return self.feature_layers
+
+
+def default_features(layers: int) -> tuple[int, ...]:
+    """Return the feature layers of the published training for a target with ``layers`` layers."""
+    return 2, layers // 2, layers - 3
 
 
 def _layer_name(names: Iterable[str], root: str, usual: str) -> str:

@@ -73,7 +73,7 @@ class CudaGraphOptions(GraphOptions):
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         found = super().without_effect(context)
-        if not context.values.draft_layers:
+        if not context.values.draft_extends:
             found = {**found, "draft_extend": "this plan has no draft-extend pass"}
         loose = [
             chosen.name

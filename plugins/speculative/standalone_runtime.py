@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler
+from glowplug.core.protocols import Model, ModelFamily, Sampler
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.speculation.verify import verify
 from glowplug.core.speculation.verify_host import verify_chain_host
 from glowplug.core.step.batch import Accepted, Batch
-from glowplug.core.step.kv_pool import KVPool
 from glowplug.core.step.to_device import kv_slots_at
 from glowplug.plugins.speculative.shared.draft_passes import DraftPasses
 from glowplug.plugins.speculative.shared.drafting import (
@@ -25,6 +23,7 @@ from glowplug.plugins.speculative.shared.drafting import (
     next_draft_batch,
 )
 from glowplug.plugins.speculative.shared.host_chain import newest_tokens_host, next_draft_batch_host
+from glowplug.plugins.speculative.shared.own_cache import OwnCache
 
 
 class Standalone(DraftPasses):
@@ -44,22 +43,14 @@ class Standalone(DraftPasses):
         self, context: BuildContext, family: ModelFamily, target: Model
     ) -> Model | None:
         self._layers = context.facts.num_layers
-        self._hidden_size = context.facts.hidden_size
+        self._own_cache = OwnCache()
         draft: Model = self._of_context(context, family.build(context))
         return draft
 
-    def reserve(self, limits: Limits) -> None:
-        super().reserve(limits)
-        self._pool = KVPool(self._attention.kv_layout(), limits.num_pages, str(self._device))
-        self._attention.reserve(replace(limits, kv=self._pool.layers, hidden=self._hidden_size))
-
     def page_states(self) -> Mapping[str, Tensor]:
         """Return the draft's KV pool; see ``protocols.PageStates``."""
-        return {
-            f"draft {layer}.{name}": tensor
-            for layer, entries in enumerate(self._pool.layers)
-            for name, tensor in entries.items()
-        }
+        assert self._own_cache is not None, "draft_model sets it"
+        return self._own_cache.page_states()
 
     # ---- drafts ----------------------------------------------------------------------------------
 

@@ -154,9 +154,8 @@ def drafting(plan: EnginePlan) -> EnginePlan:
     passes.
     """
     model = replace(plan.facts.model, num_layers=plan.facts.model.num_layers - 1)
-    return replace(
-        plan, facts=replace(plan.facts, model=model), sizes=replace(plan.sizes, draft_layers=1)
-    )
+    sizes = replace(plan.sizes, draft_layers=1, draft_extends=True)
+    return replace(plan, facts=replace(plan.facts, model=model), sizes=sizes)
 
 
 class GpuMlaSuite(ProjectedSuite):

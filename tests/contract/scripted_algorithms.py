@@ -80,7 +80,8 @@ def standalone(limits: Limits, kind: type[Standalone] = Standalone, **options: A
     made = kind(parsed, _plan(parsed), Worker(dtype=torch.float32))
     draft: Any = ScriptedModel()
     facts = SimpleNamespace(num_layers=1, hidden_size=HIDDEN)
-    context: Any = SimpleNamespace(attention=draft, facts=facts, collectives=None)
+    worker = Worker(dtype=torch.float32)
+    context: Any = SimpleNamespace(attention=draft, facts=facts, worker=worker, collectives=None)
     made.draft_model(context, draft, draft)
     made.reserve(limits)
     return made

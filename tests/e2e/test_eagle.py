@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-1": ("llama", LLAMA_1, {}),
     "llama-3": ("llama", LLAMA_3, {"draft_vocab_size": 9}),
     "deepseek-3": ("deepseek", DEEPSEEK_3, {"draft_vocab_size": 9}),
+    "deepseek-llama-1": ("deepseek", LLAMA_1, {}),
+    "deepseek-llama-3": ("deepseek", LLAMA_3, {"draft_vocab_size": 9}),
 }
 CLASSES = {"llama": "LlamaForCausalLM", "deepseek": "DeepseekV3ForCausalLM"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -66,8 +69,8 @@ def make_model(folder: Path, form: str) -> Model:
     kind, architecture, changes = FORMS[form]
     shape = {**SHAPES[kind], **SIZES}
     reference = write(folder / "target", CLASSES[kind], seed=41, **shape)
-    rope = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "head_dim": 16, "torch_dtype": "float32"}
-    config = head_config(shape, architecture, **rope, **changes)
+    rope = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "torch_dtype": "float32"}
+    config = head_config({"head_dim": 16, **shape}, architecture, **rope, **changes)
     tensors = head_tensors(config)
     weights = reference.tensors()
     plain = PlainHead(
@@ -265,8 +268,11 @@ def test_a_row_behind_a_cached_prefix_drafts_the_same(
             assert found and found == drafts(fresh, prompt, monkeypatch)[1]
 
 
-@pytest.mark.parametrize("kind", ["llama", "deepseek"])
-def test_a_teacher_is_always_accepted(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    list(itertools.product(SHAPES, (LLAMA_3, DEEPSEEK_3))),
+)
+def test_a_teacher_is_always_accepted(tmp_path: Path, kind: str, architecture: str) -> None:
     """A head that computes the target's own function gains every draft."""
     shape = {**SHAPES[kind], **SIZES, "vocab_size": 40}
     reference = write(tmp_path / "target", CLASSES[kind], seed=5, **shape)
@@ -276,8 +282,8 @@ def test_a_teacher_is_always_accepted(tmp_path: Path, kind: str) -> None:
     changed = following_target(reference.tensors(), follower)
     for file in reference.folder.glob("*.safetensors"):
         save_file(changed, file)
-    architecture = LLAMA_3 if kind == "llama" else DEEPSEEK_3
-    config = head_config(shape, architecture, rope_theta=10000.0, rms_norm_eps=1e-6, head_dim=16)
+    sized = {"head_dim": 16, **shape}
+    config = head_config(sized, architecture, rope_theta=10000.0, rms_norm_eps=1e-6)
     head = write_head(tmp_path / "head", config, teacher(config, follower))
     accepting.take()
     whole = GREEDY.replace(max_tokens=1 + 5 * (STEPS + 1))
@@ -298,10 +304,12 @@ RANKS = {"tp2": {"tensor": 2}, "dp2": {"tensor": 2, "ep_moe": 2, "dp_attention":
     [
         ("deepseek-3", {"steps": 2}, RANKS),
         ("deepseek-3", {"steps": 2, "topk": 3}, RANKS),
+        ("deepseek-llama-3", {"steps": 2}, RANKS),
+        ("deepseek-llama-3", {"steps": 2, "topk": 3}, RANKS),
         ("llama-1", {"steps": 2, "draft_vocabulary": VOCAB}, ["tp2"]),
         ("llama-3", {"steps": 2, "topk": 3}, ["tp2"]),
     ],
-    ids=["chain", "tree", "llama-1", "llama-3 tree"],
+    ids=["chain", "tree", "own cache", "own cache tree", "llama-1", "llama-3 tree"],
 )
 def test_ranks_gain_the_same(
     tmp_path: Path, form: str, knobs: dict[str, int], layouts: Iterable[str]

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.facts.model_folder import embedded_path
+from glowplug.models.eagle.training.head import TrainingEagleHead
+from glowplug.models.eagle.training.trainer import PASSES
 from glowplug.models.embedded.tasks import held_out_tasks
 from glowplug.models.embedded.training import eagle, tokenizer
-from glowplug.models.embedded.training.eagle_head import HeadShape, TrainingEagleHead, target_states
+from glowplug.models.embedded.training.eagle_head import HeadShape, latent_head, target_states
 from glowplug.models.embedded.training.shape import NetworkShape
 
 FOLDER = embedded_path().parent / "eagle3"
@@ -58,7 +60,7 @@ def test_it_drafts_better_than_the_next_token_layer() -> None:
 
 def trained_head() -> TrainingEagleHead:
     """Return the training network's head with the shipped weights."""
-    head = TrainingEagleHead(NetworkShape(), HeadShape())
+    head = latent_head(NetworkShape(), HeadShape())
     stored = load_file(FOLDER / "model.safetensors")
     head.load_state_dict(
         {name.removeprefix("midlayer."): tensor.float() for name, tensor in stored.items()}
@@ -125,16 +127,16 @@ def test_the_engine_drafts_as_the_training_network_does(monkeypatch: pytest.Monk
 
 
 def test_a_short_training_improves_the_head_and_writes_a_folder(tmp_path: Path) -> None:
-    trainer = eagle.HeadTrainer("cpu", 3e-3)
+    trainer = eagle.embedded_trainer("cpu", 3e-3)
     rows = eagle.Conversations(0).rows(2, 96)
     first = float(trainer.step(rows, 1.0))
     for _ in range(6):
         last = float(trainer.step(rows, 1.0))
     assert last < 0.7 * first
-    assert 1 <= trainer.accept_length(rows) <= 1 + eagle.PASSES
+    assert 1 <= trainer.accept_length(rows) <= 1 + PASSES
     options = argparse.Namespace(
-        out=tmp_path / "head", minutes=0.01, rows=1, length=96, rate=3e-3, warm=0.0, hold=0.5,
-        threads=0, seed=1,
+        out=tmp_path / "head", minutes=0.01, steps=0, rows=1, length=96, rate=3e-3, warm=0.0,
+        hold=0.5, threads=0, report=100, seed=1,
     )  # fmt: skip
     eagle.run(options)
     with LLM(

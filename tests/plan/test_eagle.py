@@ -247,14 +247,6 @@ def test_a_head_without_a_tensor(
     assert found.field == FIELD and f"holds no {missing}" in found.reason
 
 
-def test_attention_of_another_kind(refusals: Any, targets: dict[str, Path], tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "vocab_size": 512}
-    head = write_head(tmp_path / "head", {**LLAMA_HEAD, **sizes})
-    (found,) = refusals(targets["v3"], head)
-    assert "with mha attention" in found.reason and "which is mla" in found.reason
-    assert "Eagle3DeepseekV3ForCausalLM" in found.fix
-
-
 def test_another_tokenizer(refusals: Any, targets: dict[str, Path], tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", LLAMA_HEAD)
     for folder, vocab in ((head, {"a": 0, "b": 1}), (targets["llama"], {"a": 0, "c": 1})):
@@ -299,6 +291,93 @@ def test_more_branches_than_draft_ids(
     assert any(
         r.field == "speculative.topk" and "drafts 4 different tokens" in r.reason for r in found
     )
+
+
+# ---- heads with attention of their own -----------------------------------------------------------
+
+OWN_HEAD = {**LLAMA_HEAD, "hidden_size": 128, "vocab_size": 512, "head_dim": 24}
+
+
+def of_v3(targets: dict[str, Path], head: Path, **config: Any) -> dict[str, Any]:
+    options = {"use": "eagle", "steps": 2, "draft_model": str(head)}
+    return {"model": str(targets["v3"]), "speculative": options, **config}
+
+
+def test_a_head_of_another_kind_has_a_cache_of_its_own(
+    planned: Any, targets: dict[str, Path], tmp_path: Path
+) -> None:
+    """The target's cache has no layer for the head; the head's has its keys and values."""
+    head = write_head(tmp_path / "head", OWN_HEAD)
+    plain = planned({"model": str(targets["v3"])})
+    plan = planned(of_v3(targets, head))
+    assert {one.slot: one.name for one in plan.draft_choices} == {
+        "model": "llama",
+        "attention": "torch_mha",
+    }
+    assert (plan.sizes.draft_layers, plan.sizes.draft_extends) == (0, True)
+    assert not plan.whole_draft
+    tokens = [p.sizes.kv_bytes / p.sizes.num_pages / p.sizes.page_size for p in (plan, plain)]
+    assert tokens[0] == tokens[1]
+    own = plan.of_draft().kv_layout(lambda context: plan.draft_kv_entries)
+    assert own.token_bytes == 2 * OWN_HEAD["num_key_value_heads"] * 24 * 4
+    lines, before = ({line.name: line.bytes for line in p.budget} for p in (plan, plain))
+    stored = head_shapes(OWN_HEAD)
+    numbers = sum(int(np.prod(shape)) for name, (_, shape) in stored.items() if name != "d2t")
+    assert lines["draft weights"] == 4 * numbers and lines["weights"] == before["weights"]
+    assert lines["draft kv cache"] == plan.sizes.num_pages * own.page_bytes
+    assert lines["page states"] == plan.sizes.num_pages * OWN_HEAD["hidden_size"] * 4
+    assert EnginePlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("shape", [{}, {"topk": 2, "draft_tokens": 4}], ids=["chain", "tree"])
+def test_its_attention_on_a_device(
+    planned: Any, targets: dict[str, Path], tmp_path: Path, shape: dict[str, int]
+) -> None:
+    """The head's attention is chosen for the device, whatever the target's is."""
+    config = of_v3(targets, write_head(tmp_path / "head", OWN_HEAD))
+    config["speculative"] |= shape
+    plan = planned({**config, "attention": {"use": "triton_mla"}}, hardware=read_sheet("1xh200"))
+    assert plan.choice("attention").name == "triton_mla"
+    assert plan.of_draft().choice("attention").name in {"hopper_mha", "triton_mha"}
+    assert plan.sizes.draft_shape.is_tree == bool(shape)
+    assert plan.sizes.extend_tokens, "its draft extend is captured as that of other heads"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": 64}, "hidden size is 64, the model's is 128"),
+        ({"vocab_size": 300}, "vocabulary size is 300, the model's is 512"),
+        ({"num_hidden_layers": 2}, "has 2 layers; heads of one layer run"),
+        ({"draft_vocab_size": 999}, "draft vocabulary has 999 tokens"),
+        ({"hidden_act": "gelu"}, "cannot run: config.json has the activation 'gelu'"),
+        (
+            {"architectures": ["Eagle3DeepseekV3ForCausalLM"]},
+            "with mha attention, for which no plugin builds a head",
+        ),
+    ],
+)
+def test_such_a_head_that_does_not_fit(
+    refusals: Any, targets: dict[str, Path], tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    head = write_head(tmp_path / "head", {**OWN_HEAD, **changes}, head_shapes(OWN_HEAD))
+    found = refusals(targets["v3"], head)
+    assert {r.field for r in found} == {FIELD}
+    assert any(reason in r.reason for r in found), found
+
+
+def test_its_attention_must_run_on_the_device(
+    planned: Any, plugins: PluginSet, targets: dict[str, Path], tmp_path: Path
+) -> None:
+    """Without attention of the head's kind on this device, the reasons are the backends'."""
+    config = of_v3(targets, write_head(tmp_path / "head", OWN_HEAD))
+    rest = PluginSet([one for one in plugins.sources if not one.name.endswith("mha.torch")])
+    with pytest.raises(PlanRefused) as caught:
+        planned(config, plugins=rest)
+    (found,) = caught.value.refusals
+    assert found.field == FIELD and "the draft model" in found.reason
+    assert "triton_mha runs on cuda, the device is cpu" in found.reason
+    assert "an EAGLE head trained for this model" in found.fix
 
 
 # ---- commands of other engines -------------------------------------------------------------------

@@ -16,12 +16,26 @@ Tensors = dict[str, Tensor]
 LLAMA_1 = "LlamaForCausalLMEagle"
 LLAMA_3 = "LlamaForCausalLMEagle3"
 DEEPSEEK_3 = "Eagle3DeepseekV3ForCausalLM"
+LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def head_config(target: Mapping[str, Any], architecture: str, **changes: Any) -> dict[str, Any]:
-    """Return config.json of a head for a target with this config.json."""
-    dropped = ("n_routed_experts", "num_nextn_predict_layers", "tie_word_embeddings")
-    kept = {key: value for key, value in target.items() if key not in dropped}
+    """Return config.json of a head for a target with this config.json.
+
+    A head of another family than the target's has attention of its own sizes.
+    """
+    dropped: tuple[str, ...] = (
+        "n_routed_experts",
+        "num_nextn_predict_layers",
+        "tie_word_embeddings",
+    )
+    own: dict[str, Any] = {}
+    if architecture in (LLAMA_1, LLAMA_3) and "kv_lora_rank" in target:
+        dropped += LATENT_KEYS
+        own = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+    elif architecture == DEEPSEEK_3 and "kv_lora_rank" not in target:
+        own = dict(zip(LATENT_KEYS, (32, 48, 16, 8, 16), strict=True))
+    kept = {key: value for key, value in target.items() if key not in dropped} | own
     return {**kept, "architectures": [architecture], "num_hidden_layers": 1, **changes}
 
 

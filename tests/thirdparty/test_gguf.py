@@ -24,9 +24,11 @@ import numpy as np
 import pytest
 import torch
 
+from glowplug import LLM, SamplingParams
 from glowplug.core.protocols import WeightSource, Worker
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.suites.weights import WeightSourceSuite
+from tests.support.eagle import head_tensors, write_head
 from tests.support.work import at_most
 
 gguf = pytest.importorskip("gguf")
@@ -341,6 +343,40 @@ def test_a_tiny_file_is_served(package: None, installed: Path, tmp_path: Path) -
     write_gguf(tmp_path / "tiny.gguf")
     answer = json.loads(run_python(installed, SERVE, str(tmp_path / "tiny.gguf"), "5"))
     assert 1 <= len(answer["ids"]) <= 5
+
+
+def test_a_head_in_safetensors_drafts_for_a_file(package: None, tmp_path: Path) -> None:
+    """The draft's folder has a weight source of its own; the tokens are those without drafts."""
+    write_gguf(tmp_path / "tiny.gguf")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "intermediate_size": 96,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HIDDEN // HEADS,
+        "eagle_aux_hidden_state_layer_ids": [1, 2],
+    }
+    head = write_head(tmp_path / "head", config, head_tensors(config, features=2))
+    base: dict[str, Any] = {
+        "model": str(tmp_path / "tiny.gguf"),
+        "plugins": ["glowplug_gguf.plugin"],
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    drafts = {"use": "eagle", "draft_model": str(head), "steps": 2, "adaptive": False}
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    found = []
+    for more in ({}, {"speculative": drafts}):
+        with LLM(**base, **more) as llm:
+            found.append([one.token_ids for one in llm.generate([[3, 5, 7], [9]], greedy)])
+            plan = llm.plan
+            drafted = llm.stats.drafted_tokens
+    assert found[0] == found[1] and drafted > 0
+    assert plan.choice("weights").name == "gguf"
+    assert plan.draft_source is not None and plan.draft_source.name == "safetensors"
 
 
 def test_smollm2_names_the_capital_of_france(installed: Path) -> None:

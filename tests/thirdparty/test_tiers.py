@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from glowplug.core.testing.harness.build import make
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.core.testing.suites.scheduler import SchedulerSuite
 from glowplug.core.testing.suites.tiers import TieredCacheSuite
+from tests.support.eagle import LLAMA_3, write_random_head
 from tests.support.tiny import write_config
 from tests.thirdparty.packages import (
     FOLDER,
@@ -169,6 +171,22 @@ def test_the_pool_of_a_whole_draft_model_is_in_the_tier(folder: Path) -> None:
         )
         assert both == 2 * one and llm.stats.tier_pages_back == 3
         assert llm.stats.accepted_tokens == llm.stats.drafted_tokens, "the draft is the model"
+
+
+def test_the_pool_of_a_head_with_attention_of_its_own_is_in_the_tier(folder: Path) -> None:
+    head = write_random_head(folder, LLAMA_3)
+    draft = {"use": "eagle", "draft_model": str(head), "steps": 2, "adaptive": False}
+    with engine(folder) as alone, engine(folder, speculative=draft) as llm:
+        want = answers(alone, HEADS)
+        assert answers(llm, HEADS) == want and answers(llm, HEADS[:1]) == want[:1]
+        sizes = json.loads((head / "config.json").read_text())
+        keys = 2 * sizes["num_key_value_heads"] * sizes["head_dim"]
+        one, both = (
+            tier_line(found.plan).bytes // found.plan.sizes.tier_pages for found in (alone, llm)
+        )
+        assert both - one == 4 * (16 * keys + sizes["hidden_size"])
+        stats = llm.stats
+        assert stats.tier_pages_back == 3 and stats.tier_bytes_back == 3 * both
 
 
 def test_many_requests_at_once_are_right_while_pages_are_out(folder: Path) -> None:

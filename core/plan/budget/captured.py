@@ -80,8 +80,10 @@ def _captures_extend(proposal: Proposal) -> bool:
     inside = [
         chosen for slot in (*CAPTURED_SLOTS, "speculative") for chosen in proposal.chosen[slot]
     ]
+    if proposal.draft is not None:
+        inside += proposal.draft.chosen["attention"]
     return (
-        proposal.values.draft_layers > 0
+        proposal.values.draft_extends
         and not proposal.exchanges
         and all(Mode.DRAFT_EXTEND in chosen.offers.captures_in for chosen in inside)
     )
@@ -130,7 +132,7 @@ def captured_decisions(
     yield _batch_size_decision(proposal, captured.batch_sizes, rows)
     if captured.pass_tokens:
         yield _token_count_decision(proposal, captured.pass_tokens, step_tokens)
-    if proposal.values.draft_layers:
+    if proposal.values.draft_extends:
         yield _draft_extend_decision(proposal, captured)
 
 

@@ -128,6 +128,7 @@ def graph_line(
     if not captured.batch_sizes:
         return None
     model = proposal.facts.model
+    whole = proposal.whole_draft
     shapes = proposal.values.draft_shapes
     batch_sizes = captured.batch_sizes * len(shapes) + captured.short_rows
     context = proposal.config.context_length or model.max_positions
@@ -135,7 +136,7 @@ def graph_line(
         len(batch_sizes),
         model.num_layers,
         len(captured.pass_tokens),
-        mean_passes(shapes, proposal.draft.facts.model.num_layers if proposal.draft else 0),
+        mean_passes(shapes, whole.facts.model.num_layers if whole is not None else 0),
         len(captured.extend_tokens),
     )
     kept = kept_bytes(
@@ -190,7 +191,7 @@ def beside_pool(plan: EnginePlan, batch_sizes: Sequence[int]) -> int:
     """
     sizes = plan.sizes
     model = plan.facts.model
-    whole = plan.facts.draft if plan.draft_choices else None
+    whole = plan.facts.draft if plan.whole_draft else None
     return driver_bytes(
         len(batch_sizes),
         model.num_layers,

@@ -272,6 +272,6 @@ def _scheme(
 def features_of(proposal: Proposal) -> int:
     """Return the number of hidden states of a token that a draft reads beside the final one."""
     speculative = proposal.speculative
-    if speculative is None:
+    if speculative is None or proposal.drafts:
         return 0
     return speculative.options.features(proposal.facts.draft or proposal.facts.model)

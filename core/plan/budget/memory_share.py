@@ -111,7 +111,7 @@ def _weight_lines(proposal: Proposal) -> list[BudgetLine]:
     storage = _storage(proposal)
     own = _elements(proposal, proposal.facts.model, proposal.elements)
     lines = [_weight_line(proposal, WEIGHT_LINES[0], proposal.facts.model, own, storage)]
-    draft = proposal.draft
+    draft = proposal.whole_draft
     speculative = proposal.speculative
     in_folder = proposal.facts.draft is not None and draft is None
     if in_folder or (speculative is not None and speculative.offers.nextn_layer):

@@ -16,7 +16,7 @@ from glowplug.core.plan.plan import BudgetLine, Decision
 from glowplug.core.plan.proposal import Proposal
 
 CPU_KV_CAP = 4 * GIB  #: most bytes of the KV cache on a CPU by default
-DRAFT_CACHE = "draft kv cache"  #: name of the budget line for the KV pool of a whole draft model
+DRAFT_CACHE = "draft kv cache"  #: name of the budget line for a draft's KV pool of its own
 #: names of the budget lines that grow with the pages of the pool, beside the pool itself
 PAGE_LINES = frozenset({"page states", DRAFT_CACHE})
 KV_SPARE = 4  #: largest default pool, as a multiple of the pages that running sequences can use
@@ -93,7 +93,7 @@ class _PageBytes(NamedTuple):
     Attributes:
         cache: of the KV pool.
         state: of the hidden state that a draft keeps beside the page.
-        draft: of the KV pool of a whole draft model.
+        draft: of the draft's KV pool of its own.
     """
 
     cache: int
@@ -162,7 +162,7 @@ def page_state_bytes(proposal: Proposal) -> int:
     """Return the bytes kept for a draft beside each page: one hidden state of the target, or 0."""
     speculative = proposal.speculative
     assert speculative is not None
-    if not (proposal.values.draft_layers and speculative.offers.first_key):
+    if not (proposal.values.draft_extends and speculative.offers.first_key):
         return 0
     return proposal.facts.model.hidden_size * DTYPE_BYTES[proposal.values.dtype]
 

@@ -77,6 +77,7 @@ def _sizes(proposal: Proposal, counts: Counts, pages: Pages, budget: Budget) -> 
         draft_shape=proposal.values.draft_shape,
         draft_shapes=proposal.values.draft_shapes,
         draft_layers=proposal.values.draft_layers,
+        draft_extends=proposal.values.draft_extends,
         lookahead=proposal.values.lookahead,
         least_pages=pages.least,
         most_pages=pages.most,

@@ -93,7 +93,7 @@ def _draft_head_line(proposal: Proposal) -> list[BudgetLine]:
 def _draft_state_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
     """Return the budget line of the state that drafts reserve for each row; [] if there is none.
 
-    The buffers that the attention of a whole draft model reserves on a device are part of the line.
+    The buffers that a draft's own attention reserves on a device are part of the line.
     """
     speculative = proposal.speculative
     if speculative is None:
@@ -118,7 +118,7 @@ def _decoding_rows(proposal: Proposal, rows: int) -> DecodingRows:
         values.page_size,
         width,
         heads,
-        values.draft_layers > 0,
+        values.draft_extends and proposal.draft is None,
         proposal.facts.model.hidden_size * DTYPE_BYTES[values.dtype],
     )
 

@@ -18,7 +18,9 @@ def check_architecture(proposal: Proposal) -> Iterator[Refusal]:
     chosen = proposal.model
     if chosen is None:
         return
-    if proposal.facts.model.architecture not in chosen.offers.architectures:
+    offers = chosen.offers
+    heads = offers.eagle_architectures if proposal.drafts else frozenset()
+    if proposal.facts.model.architecture not in offers.architectures | heads:
         yield refuse(
             proposal,
             "model",

@@ -8,6 +8,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
 from glowplug.core.plan.checks.speculation import FOLDER, HEADS
+from glowplug.core.plan.kv_entries import own_cache_family
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.offers import ModelOffers
 
@@ -17,7 +18,7 @@ def check_eagle_head(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse speculation that needs an EAGLE head without a folder that holds a fitting one."""
     chosen = proposal.speculative
     model = proposal.model
-    if chosen is None or model is None or not chosen.offers.eagle_head:
+    if chosen is None or model is None or not chosen.offers.eagle_head or proposal.drafts:
         return
     folder = proposal.facts.draft
     if not model.offers.eagle_architectures:
@@ -48,10 +49,12 @@ def _misfit(
     if folder.architecture in family.draft_architectures | family.architectures:
         fix = instead(proposal, "speculative", lambda o: o.nextn_layer, f"{FOLDER} = {HEADS}")
         return f"{what}, not an EAGLE head", fix, ""
+    if own_cache_family(proposal) is not None:
+        return None
     if folder.kind != family.kind:
         return (
-            f"{what} with {folder.kind} attention; its keys do not fit the KV cache of {target}, "
-            f"which is {family.kind}",
+            f"{what} with {folder.kind} attention, for which no plugin builds a head; its keys do "
+            f"not fit the KV cache of {target}, which is {family.kind}",
             f"a head with {family.kind} attention: {listed(fits)}",
             FOLDER,
         )

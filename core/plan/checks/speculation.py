@@ -12,18 +12,22 @@ from typing import Any
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
+from glowplug.core.plan.kv_entries import own_cache_family
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen, ChosenOf
-from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers
+from glowplug.core.plugin.loading import Registration
+from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers, WeightOffers
+from glowplug.core.plugin.requirements import missing_packages
 from glowplug.core.plugin.speculative_options import SpeculativeOptions
 
 FOLDER = "speculative.draft_model"  #: option with the draft model's folder
 EXPORT = "glowplug export-nextn writes one from the model's own checkpoint"
 HEADS = "an EAGLE head trained for this model"
 #: properties that a draft shares with its target: attribute of ``ModelFacts`` -> name
+SHARED_STATES = {"hidden_size": "hidden size", "vocab_size": "vocabulary size"}
+#: those of drafts in the target's KV pool
 SHARED = {
-    "hidden_size": "hidden size",
-    "vocab_size": "vocabulary size",
+    **SHARED_STATES,
     "kind": "kind of attention",
     "kv_lora_rank": "latent size (kv_lora_rank)",
     "qk_rope_head_dim": "rotary size (qk_rope_head_dim)",
@@ -39,9 +43,9 @@ _Drafter = ChosenOf[SpeculativeOffers, SpeculativeOptions]
 
 
 def _drafter(proposal: Proposal) -> _Drafter | None:
-    """Return the speculative algorithm if its draft is a layer in the KV pool, else None."""
+    """Return the speculative algorithm if its draft continues hidden states, else None."""
     chosen = proposal.speculative
-    return chosen if chosen is not None and proposal.values.draft_layers else None
+    return chosen if chosen is not None and proposal.values.draft_extends else None
 
 
 def _layer_user(proposal: Proposal) -> _Drafter | None:
@@ -154,7 +158,9 @@ def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
         return
     head = chosen.offers.eagle_head
     shared = SHARED if target.kind == "mla" else SHARED | SHARED_HEADS
-    if head and folder.kind != target.kind:
+    if own_cache_family(proposal):
+        shared = SHARED_STATES
+    elif head and folder.kind != target.kind:
         return  # another check refuses it
     for key, what in shared.items():
         own = getattr(folder, key)
@@ -214,6 +220,24 @@ def _quantised(model: ModelFacts) -> str:
     )
 
 
+def other_source(proposal: Proposal) -> Registration | None:
+    """Return the weight source of the draft's folder if the model's does not read its format.
+
+    The result is None if the model's source reads it, or if no registered source does.
+    """
+    source = proposal.weights
+    folder = proposal.facts.draft
+    if source is None or folder is None or source.offers.formats & {folder.format, "synthetic"}:
+        return None
+    packages = proposal.facts.software.packages
+    for found in proposal.plugins.components("weights"):
+        offers = found.component.offers
+        if isinstance(offers, WeightOffers) and folder.format in offers.formats:
+            if not missing_packages(found.component, packages):
+                return found
+    return None
+
+
 @reads("weights", "speculative")
 def check_draft_weights(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a weight source that cannot read the draft folder's format."""
@@ -222,7 +246,7 @@ def check_draft_weights(proposal: Proposal) -> Iterator[Refusal]:
     chosen = proposal.speculative
     if source is None or folder is None or chosen is None:
         return
-    if not source.offers.formats & {folder.format, "synthetic"}:
+    if not source.offers.formats & {folder.format, "synthetic"} and not other_source(proposal):
         held = "no weights" if folder.format == "none" else f"{folder.format} weights"
         yield refuse(
             proposal,

@@ -66,7 +66,7 @@ def needed_modes(proposal: Proposal) -> frozenset[Mode]:
     modes = PLAIN_STEPS
     if speculative is not None and speculative.offers.drafts:
         modes = VERIFYING_STEPS
-        if proposal.values.draft_layers:
+        if proposal.values.draft_extends:
             modes |= DRAFT_MODEL_STEPS
         elif speculative.offers.whole_model:
             modes |= {Mode.DRAFT_DECODE}

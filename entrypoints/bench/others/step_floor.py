@@ -153,11 +153,11 @@ def allowed_speedup(
 def plan_reads(plan: EnginePlan) -> DraftReads | None:
     """Return what a pass of the plan's draft reads; None if it has no model."""
     draft = plan.facts.draft
-    if plan.draft_choices:
+    if plan.whole_draft:
         assert draft is not None, "the draft is a whole model"
         rows = _draft_head_rows(plan, draft)
         return DraftReads(replace(draft, vocab_size=rows or draft.vocab_size), stores_last=True)
-    if not plan.sizes.draft_layers:
+    if not plan.sizes.draft_extends:
         return None
     rows = _draft_head_rows(plan, plan.facts.model)
     if draft is not None and not draft.nextn_layers:

@@ -127,6 +127,5 @@ class GraphBuffers:
 def decoding_rows(limits: Limits, plan: EnginePlan, heads: int) -> DecodingRows:
     """Return the largest decode step within ``limits``, with ``heads`` heads on this rank."""
     sizes = plan.sizes
-    return DecodingRows(
-        limits.rows, limits.context, sizes.page_size, sizes.width, heads, sizes.draft_layers > 0
-    )
+    drafts = sizes.draft_extends and not plan.draft_choices
+    return DecodingRows(limits.rows, limits.context, sizes.page_size, sizes.width, heads, drafts)

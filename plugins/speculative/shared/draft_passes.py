@@ -37,13 +37,14 @@ from glowplug.plugins.speculative.shared.drafting import (
 from glowplug.plugins.speculative.shared.frequent_tokens import FrequentTokens, check_head
 from glowplug.plugins.speculative.shared.fused_chains import place_chains
 from glowplug.plugins.speculative.shared.host_chain import next_draft_batch_host
+from glowplug.plugins.speculative.shared.own_cache import OwnCache
 
 
 class DraftPasses:
     """The base of speculative algorithms with a draft model.
 
-    A step of the target begins with the draft passes. The first one computes each row's newest
-    token, the others one draft of a chain or the frontier of a tree. State of a row, on the device:
+    A step begins with the draft passes. The first one computes each row's newest token, the others
+    one draft of a chain or the frontier of a tree. State of a row, on the device:
     its newest token, and the number of tokens in the target's cache. Entries of rejected drafts in
     the draft's cache are overwritten before they are read.
 
@@ -58,6 +59,7 @@ class DraftPasses:
     _model: Any  #: the draft model
     _attention: AttentionBackend  #: its attention
     _collectives: Collectives  #: those of its head
+    _own_cache: OwnCache | None = None  #: its KV pool, if attention is its own
 
     def __init__(self, options: KnobOptions, plan: EnginePlan, worker: Worker) -> None:
         self._options = options
@@ -77,8 +79,10 @@ class DraftPasses:
         return self._shape.tokens
 
     def reserve(self, limits: Limits) -> None:
+        if self._own_cache is not None:
+            self._own_cache.reserve(limits)
         self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
-        # ones, because no sequence is empty
+        # no sequence is empty
         self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
         #: counters of ``greedy.best_keys``
         self._arrived = torch.zeros(limits.rows, dtype=torch.int32, device=self._device)
@@ -96,6 +100,8 @@ class DraftPasses:
             GlowplugError: a draft vocabulary is given, and the model has no head that is core's.
         """
         self._attention = context.attention
+        if self._own_cache is not None:
+            self._own_cache.bind(context)
         self._collectives = context.collectives
         self._model = draft
         if self._options.draft_vocabulary is not None:
@@ -206,7 +212,7 @@ class DraftPasses:
         return drafted
 
     def _plan(self, step: Batch, piece: str) -> None:
-        """Let the draft's attention prepare the draft pass ``step``, whose piece is ``piece``."""
+        """Let the draft's attention prepare the draft pass ``step`` of the piece ``piece``."""
         step.first_key = self.first_key
         self._attention.plan_step(step, step.pieces.key(piece))
 
@@ -216,7 +222,7 @@ class DraftPasses:
         """Run the draft pass ``step``, and append its most likely tokens to ``drafted`` [D, n].
 
         Returns:
-            The hidden states of the pass, and the tokens drafted so far, [D, n + 1].
+            Hidden states, and the tokens drafted so far, [D, n + 1].
         """
         hidden = self._forward(step, drafted[:, -1], hidden)
         best = self.target_ids(self._most_likely(hidden))
@@ -260,8 +266,7 @@ class DraftPasses:
         """Run draft pass ``number`` over the newest tokens, or over the frontier of ``growth``.
 
         Returns:
-            The hidden states of the pass, the growth, and after the last pass the verify step's
-            tokens and trees.
+            Hidden states, growth, and after the last pass the tokens and trees.
         """
         if growth is None:
             hidden = self._forward(step, newest[:, 0], hidden)
@@ -288,7 +293,7 @@ class DraftPasses:
         """Return the ``count`` most likely tokens after hidden states [N, hidden].
 
         Returns:
-            Token ids int64 [N, count], and their log-probabilities float32 [N, count].
+            Token ids int64 and log-probabilities float32, each [N, count].
         """
         logits = self.draft_logits(hidden)
         best = logits.topk(count, -1)

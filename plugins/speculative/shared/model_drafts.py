@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.speculation.verify import verify
 from glowplug.core.speculation.verify_host import verify_chain_host
 from glowplug.core.step.batch import PREVIOUS_HIDDEN, Accepted, Batch
 from glowplug.core.step.graph_pieces import DIRECT, ExtendWork
 from glowplug.kernels.speculation.settle_chains_reference import RowStates
+from glowplug.plugins.speculative.knobs import KnobOptions
 from glowplug.plugins.speculative.shared.draft_passes import DraftPasses
 from glowplug.plugins.speculative.shared.drafting import (
     FIRST_KEY,
@@ -26,6 +28,7 @@ from glowplug.plugins.speculative.shared.drafting import (
 )
 from glowplug.plugins.speculative.shared.fused_chains import accept_chains
 from glowplug.plugins.speculative.shared.host_chain import newest_tokens_host, uncached_tokens_host
+from glowplug.plugins.speculative.shared.own_cache import OwnCache
 from glowplug.plugins.speculative.shared.page_ends import PageEnds
 from glowplug.plugins.speculative.shared.pending_tokens import PendingTokens
 
@@ -45,6 +48,11 @@ class ModelDrafts(DraftPasses):
     """
 
     first_key = FIRST_KEY
+
+    def __init__(self, options: KnobOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        if plan.draft_choices:
+            self._own_cache = OwnCache()
 
     def build_draft(self, context: BuildContext, family: ModelFamily, target: Model) -> Any:
         """Return the draft model, with weights not yet loaded.
@@ -79,8 +87,12 @@ class ModelDrafts(DraftPasses):
             self._pending = PendingTokens(limits.hidden, self._dtype, self._device)
 
     def page_states(self) -> Mapping[str, Tensor]:
-        """Return the target's hidden states at the ends of pages; see ``protocols.PageStates``."""
-        return {"page ends": self._page_ends.states}
+        """Return the target's hidden states at the ends of pages, and a KV pool of the draft's own.
+
+        See ``protocols.PageStates``.
+        """
+        cached = {} if self._own_cache is None else self._own_cache.page_states()
+        return {"page ends": self._page_ends.states, **cached}
 
     # ---- drafts ----------------------------------------------------------------------------------
 
