@@ -20,15 +20,15 @@ class AgreeingSource(RandomSource):
         super().__init__(options, plan, worker)
         self._spread = options.spread
 
-    def _make(
-        self, name: str, shape: tuple[int, ...], dtype: str | None, device: torch.device
+    def _scaled(
+        self, name: str, shape: tuple[int, ...], dtype: str | None, noise: Tensor
     ) -> Tensor:
-        made = super()._make(name, shape, dtype, device)
+        made = super()._scaled(name, shape, dtype, noise)
         if name.endswith("eh_proj.weight"):
+            assert made.shape == shape, "ranks do not divide eh_proj"
             hidden = shape[0]
-            return torch.cat(
-                [torch.eye(hidden, dtype=made.dtype, device=device), 0.7 * made[:, hidden:]], dim=1
-            )
+            same = torch.eye(hidden, dtype=made.dtype, device=made.device)
+            return torch.cat([same, 0.7 * made[:, hidden:]], dim=1)
         coded = made.dtype is torch.float8_e4m3fn or not made.is_floating_point()  # its scales grow
         if (".o_proj." in name or ".down_proj." in name) and not coded:
             return made * self._spread
