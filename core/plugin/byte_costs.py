@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from glowplug.core.facts.model_facts import Facts
 
 #: Prompts often have round lengths, so token counts divisible by this number are common. Libraries
 #: compile kernels for each token count, so warm-up runs these counts.
@@ -35,6 +38,40 @@ class MemoryUse:
     peak: int
     result: int
     fragmentation: int = 0
+
+
+@dataclass(frozen=True)
+class ExchangeSizes:
+    """The largest exchanges between the ranks of a plan.
+
+    Attributes:
+        options: options of the component that exchanges.
+        mesh: mesh axis -> size.
+        hidden: hidden size of the model.
+        experts_per_token: most experts of a token.
+        tokens: most tokens of a step: for collectives of all dp groups, for a strategy of a rank.
+        card: name of the GPU, by which measured times are found; "" for none.
+        dtype: dtype of the activations.
+    """
+
+    options: Any
+    mesh: Mapping[str, int]
+    hidden: int
+    experts_per_token: int
+    tokens: int
+    card: str = ""
+    dtype: str = "bfloat16"
+
+    @classmethod
+    def of(
+        cls, facts: Facts, options: Any, mesh: Mapping[str, int], tokens: int, dtype: str
+    ) -> ExchangeSizes:
+        """Return the largest exchanges of a component; see the attributes for the arguments."""
+        model = facts.model
+        devices = facts.hardware.devices
+        card = devices[0].name if devices else ""
+        experts = model.sizes.experts_per_token
+        return cls(options, mesh, model.hidden_size, experts, tokens, card, dtype)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,13 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import Normalise
 from glowplug.core.facts.stored_formats import Leaves, OnlineWeight, Stored
 from glowplug.core.facts.weight_classes import LAYER_PREFIX
-from glowplug.core.plugin.byte_costs import AttentionStep, DecodingRows, ExpertsStep, MemoryUse
+from glowplug.core.plugin.byte_costs import (
+    AttentionStep,
+    DecodingRows,
+    ExchangeSizes,
+    ExpertsStep,
+    MemoryUse,
+)
 from glowplug.core.plugin.modes import (
     DEVICES as DEVICES,
     EVERY_MODE_EAGER as EVERY_MODE_EAGER,
@@ -125,9 +131,8 @@ class ParallelOffers(Offers):
         exchanges: tokens move between ranks, so a layer may compute other tokens than the rank's
             own, and their number differs between steps. False if all ranks compute all tokens of a
             step. A function receives the strategy's options and the mesh.
-        buffer_bytes: function from the options, the mesh, the model and the most tokens of a rank
-            in a step to the bytes that its exchanges reserve on a device, with collectives that
-            have ``expert_rows``; None for none.
+        buffer_bytes: function from the largest exchanges to the bytes that they reserve on a
+            device, with collectives that have ``expert_rows``; None for none.
         expert_copies: function from the strategy's options to the number of copies of experts that
             each layer has beside its routed experts, if ranks may hold other than consecutive
             experts (``held_experts``), else None; None for a strategy that never does this.
@@ -137,7 +142,7 @@ class ParallelOffers(Offers):
     ranks: bool = False
     idle_steps: bool = False
     exchanges: bool | Callable[[Any, Mapping[str, int]], bool] = True
-    buffer_bytes: Callable[[Any, Mapping[str, int], ModelFacts, int], int] | None = None
+    buffer_bytes: Callable[[ExchangeSizes], int] | None = None
     expert_copies: Callable[[Any], int | None] | None = None
 
 
@@ -354,8 +359,8 @@ class CollectiveOffers(Offers):
             memory does not have.
         sums_in_norm: sums over the ranks are computed by the next norm, and so are the sums of
             ``Parts`` before them.
-        buffer_bytes: function from the mesh, the hidden size and the most tokens of a step (in all
-            dp groups) to the bytes of its buffers on a device; None for none.
+        buffer_bytes: function from the largest exchanges to the bytes of its buffers on a device;
+            None for none.
         library_bytes: the same for what its library (NCCL) allocates, an estimate.
         expert_rows: it has the method ``expert_rows``, through which tokens go only to the ranks of
             their experts.
@@ -364,8 +369,8 @@ class CollectiveOffers(Offers):
     ranks: bool = False
     expandable_segments: bool = False
     sums_in_norm: bool = False
-    buffer_bytes: Callable[[Mapping[str, int], int, int], int] | None = None
-    library_bytes: Callable[[Mapping[str, int], int, int], int] | None = None
+    buffer_bytes: Callable[[ExchangeSizes], int] | None = None
+    library_bytes: Callable[[ExchangeSizes], int] | None = None
     expert_rows: bool = False
 
 

@@ -6,6 +6,7 @@ cannot access each other's memory.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glowplug.core.errors import CollectiveError
+from glowplug.core.errors import CollectiveError, GlowplugError
 from glowplug.core.layers.linear import FORMAT_PLAIN, Both, both_formats
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, Quantized, Worker
 from glowplug.kernels.collectives.add_norm import add_rms_norm
+from glowplug.kernels.collectives.exchange_tables import exchange_table
 from glowplug.kernels.formats.fp8_block import FP8_INPUT
 from glowplug.kernels.formats.fp8_triton import empty_quantized
 from glowplug.kernels.launch.sums import add_up
@@ -26,7 +28,7 @@ from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.collectives.peer_experts import PeerExpertRows, expert_buffer_size
 from glowplug.plugins.collectives.peer_group import Alarm, PeerGroup
 from glowplug.plugins.collectives.peer_memory import PeerMemoryOptions
-from glowplug.plugins.collectives.peer_sizes import peer_sizes
+from glowplug.plugins.collectives.peer_sizes import peer_sizes, sum_limits
 from glowplug.plugins.collectives.torch_distributed_runtime import Nccl
 
 logger = logging.getLogger("glowplug")
@@ -85,6 +87,13 @@ class PeerMemory(Nccl):
         self._peers: dict[tuple[int, ...], PeerGroup] = {}
         self._expert_rows: dict[tuple[Any, ...], PeerExpertRows] = {}
         self._alarm = Alarm(torch.device(worker.device))
+        devices = plan.facts.hardware.devices
+        card = devices[0].name if devices else ""
+        self._limits = {
+            members: sum_limits(len(members), options.all_reduce, card, plan.dtype)
+            for members in set(self._members.values())
+        }
+        self._compare_tables(card, plan.dtype)
         reason = self._connect(plan, options.timeout)
         # NOTE: ranks exchange in the same way or they would wait for each other for ever
         reasons = [found.decode() for found in self.all_gather_bytes(reason.encode())]
@@ -98,6 +107,20 @@ class PeerMemory(Nccl):
             for axis, members in self._members.items()
             if members in self._peers
         }
+
+    def _compare_tables(self, card: str, dtype: str) -> None:
+        """Raise an error if the ranks read different tables of measured exchanges.
+
+        Raises:
+            GlowplugError: a table has changed while the ranks read it, or their folders differ.
+        """
+        table = exchange_table(card, self._ranks, dtype).table
+        read = hashlib.sha256(repr((sorted(self._limits.values()), table)).encode()).digest()
+        if len(set(self.all_gather_bytes(read))) > 1:
+            raise GlowplugError(
+                "ranks read different tables of measured exchanges: start again, with the same "
+                "GLOWPLUG_CONFIG_DIR for all ranks"
+            )
 
     def _connect(self, plan: EnginePlan, limit: float) -> str:
         """Connect this rank to its peers on every mesh axis.
@@ -120,7 +143,9 @@ class PeerMemory(Nccl):
                     members.index(self._rank),
                     len(members),
                     self._part(members, "peers"),
-                    peer_sizes(len(members), plan.facts.model.hidden_size, tokens),
+                    peer_sizes(
+                        len(members), plan.facts.model.hidden_size, tokens, self._limits[members]
+                    ),
                     self._alarm,
                     limit,
                 )

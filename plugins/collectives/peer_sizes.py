@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from glowplug.core.facts.mesh import AXES, axis_size, group
+from glowplug.core.plugin.byte_costs import ExchangeSizes
 from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words
-from glowplug.plugins.collectives.torch_distributed import nccl_bytes
+from glowplug.kernels.collectives.exchange_tables import (
+    exchange_table,
+    fastest_up_to,
+)
+from glowplug.plugins.collectives.torch_distributed import groups, nccl_bytes
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -17,10 +20,16 @@ SMALL_TILE = 512  #: words per tile of tensors up to SMALL_BYTES
 LARGE_TILE = 2048
 #: largest tensor in small tiles (on two H200, 1 MB: 5.5 us, in large ones 6.5 us)
 SMALL_BYTES = MIB
-#: ranks -> largest tensor of a one-shot all-reduce. Two ranks send as much in two shots, so only
-#: the memory of the buffers limits them; NCCL took 78 us for 16 MB, this exchange 61 us.
+ONE_SHOT = "one_shot"
+TWO_SHOT = "two_shot"
+#: way of a sum in tables of measured exchanges, as `bench kernels --collectives` names it
+WAYS = {way: f"peer_memory all_reduce={way}" for way in (ONE_SHOT, TWO_SHOT)}
+LIBRARY = "nccl"  #: the same of a sum by the library
+#: ranks -> largest tensor of a one-shot all-reduce without a table. Two ranks send as much in two
+#: shots, so only the memory of the buffers limits them; NCCL took 78 us for 16 MB, this exchange
+#: 61 us.
 ONE_SHOT_BYTES = {2: 16 * MIB, 4: 384 * KIB, 8: 128 * KIB}
-TWO_SHOT_BYTES = 16 * MIB  #: largest tensor of a two-shot all-reduce
+TWO_SHOT_BYTES = 16 * MIB  #: largest tensor of any all-reduce through peers' memory
 GATHER_BYTES = 4 * MIB  #: largest part of a rank in an all-gather or reduce-scatter
 NORM_ROWS_MAX = 512  #: most tokens of an all-reduce that is fused with a norm
 
@@ -68,20 +77,67 @@ class PeerSizes(NamedTuple):
         return sum(buffer_words(ranks, size.capacity) for size in self) * WORD_BYTES
 
 
-def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
+class SumLimits(NamedTuple):
+    """The sizes up to which a group sums tensors through peers' memory, in bytes.
+
+    Attributes:
+        one_shot: largest tensor of a one-shot all-reduce.
+        two_shot: largest tensor of a two-shot all-reduce; not above ``one_shot``: there is none.
+        why: source of the limits, for the plan.
+    """
+
+    one_shot: int
+    two_shot: int
+    why: str
+
+
+def sum_limits(ranks: int, way: str = "auto", card: str = "", dtype: str = "") -> SumLimits:
+    """Return the sizes up to which a group of ranks sums tensors in one shot and in two.
+
+    NOTE: two ranks exchange everything through peers' memory whatever a table has, because NCCL's
+    buffers would cost them ``NCCL_GROUP_BYTES``.
+
+    Args:
+        ranks: number of ranks in the group.
+        way: value of the option ``all_reduce``.
+        card: name of the GPU, to find measured times; "": none are used.
+        dtype: dtype of the activations.
+    """
+    if way != "auto":
+        one, two = (TWO_SHOT_BYTES if way == each else 0 for each in (ONE_SHOT, TWO_SHOT))
+        return SumLimits(one, two, "")
+    if not card or ranks <= 2:
+        return SumLimits(one_shot_bytes(ranks), TWO_SHOT_BYTES, "")
+    found = exchange_table(card, ranks, dtype)
+    times = found.table.all_reduce if found.table is not None else {}
+    if not {*WAYS.values(), LIBRARY} <= {way for row in times.values() for way in row}:
+        lacks = "" if found.table is None else ", without sums of every way"
+        why = f"{found.why}{lacks}: default"
+        return SumLimits(one_shot_bytes(ranks), TWO_SHOT_BYTES, why)
+    one = fastest_up_to(times, WAYS[ONE_SHOT], [WAYS[TWO_SHOT], LIBRARY])
+    two = fastest_up_to(times, WAYS[TWO_SHOT], [LIBRARY], above=one)
+    if two > one and two == max(times):  # nothing larger was measured
+        two = TWO_SHOT_BYTES
+    return SumLimits(min(one, TWO_SHOT_BYTES), min(two, TWO_SHOT_BYTES), found.why)
+
+
+def peer_sizes(ranks: int, hidden: int, tokens: int, limits: SumLimits | None = None) -> PeerSizes:
     """Return the sizes of the buffers of one group of ranks.
 
     Args:
         ranks: number of ranks in the group.
         hidden: hidden size of the model.
         tokens: most tokens of a step in all dp groups, which feed-forward layers compute.
+        limits: limits of all-reduces; None: those without a table.
     """
+    limits = limits or sum_limits(ranks)
     largest = hidden * tokens * WORD_BYTES
-    one_shot = min(largest, one_shot_bytes(ranks))
-    two_shot = min(largest, TWO_SHOT_BYTES) if one_shot < largest and ranks > 2 else 0
+    one_shot = min(largest, limits.one_shot)
+    two = limits.two_shot > limits.one_shot and one_shot < largest
+    two_shot = min(largest, limits.two_shot) if two else 0
     chunk = _tiles(two_shot // ranks, LARGE_TILE)
     row = 1 << (hidden - 1).bit_length()
-    rows = min(tokens, NORM_ROWS_MAX, one_shot_bytes(ranks) // (row * WORD_BYTES))
+    rows = min(tokens, NORM_ROWS_MAX, limits.one_shot // (row * WORD_BYTES))
     return PeerSizes(
         small=_tiles(min(one_shot, SMALL_BYTES), SMALL_TILE),
         large=_tiles(one_shot if one_shot > SMALL_BYTES else 0, LARGE_TILE),
@@ -92,29 +148,27 @@ def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
     )
 
 
-def buffer_bytes(mesh: Mapping[str, int], hidden: int, tokens: int) -> int:
-    """Return the total bytes of one rank's receiving buffers, for the groups on all mesh axes.
-
-    Args:
-        mesh: mesh axis -> size.
-        hidden: hidden size of the model.
-        tokens: most tokens of a step in all dp groups.
-    """
-    groups = {group(axis, 0, mesh) for axis in AXES if axis_size(axis, mesh) > 1}
-    return sum(peer_sizes(len(ranks), hidden, tokens).bytes(len(ranks)) for ranks in groups)
+def buffer_bytes(sizes: ExchangeSizes) -> int:
+    """Return the total bytes of one rank's receiving buffers, for the groups on all mesh axes."""
+    total = 0
+    for members in groups(sizes.mesh):
+        ranks = len(members)
+        limits = sum_limits(ranks, sizes.options.all_reduce, sizes.card, sizes.dtype)
+        total += peer_sizes(ranks, sizes.hidden, sizes.tokens, limits).bytes(ranks)
+    return total
 
 
-def library_bytes(mesh: Mapping[str, int], hidden: int, tokens: int) -> int:
+def library_bytes(sizes: ExchangeSizes) -> int:
     """Return an estimate of the bytes of NCCL's buffers, for tensors that fit no buffers of ours.
 
-    Groups of two ranks exchange all tensors through buffers of ours. See ``buffer_bytes`` for the
-    arguments.
+    Groups of two ranks exchange all tensors through buffers of ours, except with two-shot sums.
     """
-    return nccl_bytes({group(axis, 0, mesh) for axis in AXES if axis_size(axis, mesh) > 2})
+    two_shot = sizes.options.all_reduce == TWO_SHOT
+    return nccl_bytes({one for one in groups(sizes.mesh) if len(one) > 2 or two_shot})
 
 
 def one_shot_bytes(ranks: int) -> int:
-    """Return the bytes of the largest tensor that ``ranks`` ranks sum by one-shot all-reduce."""
+    """Return the bytes of the largest tensor that ranks sum in one shot where no table is."""
     return next((size for most, size in ONE_SHOT_BYTES.items() if ranks <= most), 0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -43,6 +43,11 @@ def nccl_bytes(groups: Collection[tuple[int, ...]]) -> int:
     return NCCL_GROUP_BYTES * len(groups)
 
 
+def groups(mesh: Mapping[str, int]) -> set[tuple[int, ...]]:
+    """Return the groups of rank 0 on all axes of the mesh that have several ranks."""
+    return {group(axis, 0, mesh) for axis in AXES if axis_size(axis, mesh) > 1}
+
+
 @hookimpl
 def register_collectives() -> list[Component]:
     return [
@@ -62,9 +67,7 @@ def register_collectives() -> list[Component]:
                 devices=frozenset({"cuda"}),
                 ranks=True,
                 expandable_segments=True,
-                library_bytes=lambda mesh, hidden, tokens: nccl_bytes(
-                    {group(axis, 0, mesh) for axis in AXES if axis_size(axis, mesh) > 1}
-                ),
+                library_bytes=lambda sizes: nccl_bytes(groups(sizes.mesh)),
             ),
             requires=(Package("torch"),),
             summary="ranks on CUDA devices; host data is exchanged by gloo",

@@ -72,7 +72,7 @@ def keep_programs(folder: str | None, device: str) -> None:
     Inductor reads its folder from the environment only.
 
     Raises:
-        GlowplugError: inductor's folder cannot be written.
+        GlowplugError: inductor's folder cannot be written, or not be used on this device.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -85,7 +85,7 @@ def keep_programs(folder: str | None, device: str) -> None:
             else Path(folder).absolute()
         )
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
-    _check_writable(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    _check_folder(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), device)
     if device != "cpu":
         from triton import knobs
 
@@ -94,8 +94,16 @@ def keep_programs(folder: str | None, device: str) -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
-def _check_writable(folder: Path) -> None:
-    """Refuse a folder in which no file can be made, before a model is loaded for it."""
+def _check_folder(folder: Path, device: str) -> None:
+    """Refuse a folder in which programs cannot be kept, before a model is loaded for it.
+
+    NOTE: on a CPU inductor splits its command line for g++ at every space, also in file names.
+    """
+    if device == "cpu" and " " in str(folder):
+        raise GlowplugError(
+            f"programs cannot be compiled in {str(folder)!r}: inductor takes no folder with a "
+            "space in its name; set ops.cache_dir to another one"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

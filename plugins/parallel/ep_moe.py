@@ -6,20 +6,21 @@ Tokens are sent to the ranks of their experts, and the results are sent back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.expert_load import ExpertLoadFile
 from glowplug.core.facts.mesh import axis_size, divides
-from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.plan import Decision
+from glowplug.core.plugin.byte_costs import ExchangeSizes
 from glowplug.core.plugin.component import OPERATIONAL, CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import CollectiveOffers, GraphOffers, ParallelOffers
 from glowplug.core.plugin.options import ParallelOptions
 from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words, token_words
+from glowplug.kernels.collectives.exchange_tables import exchange_table, fastest_up_to
 from glowplug.plugins.parallel.expert_placement import Placement
 from glowplug.plugins.parallel.placement_check import (
     balance_remark,
@@ -28,6 +29,13 @@ from glowplug.plugins.parallel.placement_check import (
 )
 
 NAME = "ep_moe"
+ALL_GATHER = "all_gather"
+PUSH = "push"
+#: reason of the exchange that "auto" takes without measured times
+DEFAULT_REASON = (
+    "every rank receives every token, in large steps as FP8 values and scales if the experts take "
+    "them"
+)
 #: most tokens of a rank in a step that the exchange "push" sends
 PUSHED_ROWS_MAX = 256
 
@@ -47,7 +55,8 @@ class EpMoeOptions(ParallelOptions):
         f"steps of up to {PUSHED_ROWS_MAX} tokens a rank; larger steps use all_gather. "
         "all_to_all: a token is sent to the ranks that hold one of its experts (the host reads the "
         "row counts). all_to_all_static: like all_to_all, in a buffer of fixed shape. "
-        "auto: all_gather",
+        "auto: push up to the number of tokens at which it was measured faster on this card and "
+        "number of ranks, else all_gather",
     )
     count_load: bool = Field(
         True,
@@ -90,7 +99,53 @@ def exchanges(options: EpMoeOptions, mesh: Mapping[str, int]) -> bool:
     return not tokens_stay(options, mesh)
 
 
-def pushed_rows(mesh: Mapping[str, int], tokens: int) -> int:
+class ChosenExchange(NamedTuple):
+    """The exchange of a plan.
+
+    Attributes:
+        name: value of the option ``exchange``, never "auto".
+        rows: most tokens of a rank in a step that are pushed; 0 unless ``name`` is "push".
+        why: reason of a choice by "auto", for the plan.
+    """
+
+    name: str
+    rows: int
+    why: str = ""
+
+
+def chosen_exchange(sizes: ExchangeSizes, pushes: bool) -> ChosenExchange:
+    """Return the exchange that the options name, or for "auto" the fastest measured one.
+
+    NOTE: "auto" takes "push" or "all_gather" only, since "push" leaves larger steps to the latter;
+    the other two exchange all steps in the same way.
+
+    Args:
+        sizes: the strategy's largest exchanges.
+        pushes: the collectives can push tokens.
+    """
+    named = sizes.options.exchange
+    tp = axis_size("tp", sizes.mesh)
+    if named == PUSH:
+        return ChosenExchange(PUSH, pushed_rows(sizes.mesh, sizes.tokens))
+    if named != "auto":
+        return ChosenExchange(named, 0)
+    if tp == 1 or not pushes or not sizes.card or tokens_stay(sizes.options, sizes.mesh):
+        return ChosenExchange(ALL_GATHER, 0, DEFAULT_REASON)
+    found = exchange_table(sizes.card, tp, sizes.dtype)
+    if found.table is None or not found.table.exchange:
+        lacks = "" if found.table is None else ", without exchanges of experts' tokens"
+        return ChosenExchange(ALL_GATHER, 0, f"{DEFAULT_REASON}; {found.why}{lacks}: default")
+    measured = fastest_up_to(found.table.exchange, PUSH, [ALL_GATHER])
+    # NOTE: as many bytes as were measured; tokens of the table have another hidden size
+    rows = measured * found.table.hidden // sizes.hidden
+    if not rows:
+        return ChosenExchange(ALL_GATHER, 0, f"{found.why}: faster than {PUSH} for few tokens")
+    rows = pushed_rows(sizes.mesh, sizes.tokens, rows)
+    why = f"{found.why}: faster up to {rows} tokens a rank; larger steps use {ALL_GATHER}"
+    return ChosenExchange(PUSH, rows, why)
+
+
+def pushed_rows(mesh: Mapping[str, int], tokens: int, most: int = PUSHED_ROWS_MAX) -> int:
     """Return the most tokens of a rank that the exchange "push" sends in a step.
 
     The result is 0 if every rank has all tokens, so that none need to be sent.
@@ -98,27 +153,19 @@ def pushed_rows(mesh: Mapping[str, int], tokens: int) -> int:
     Args:
         mesh: mesh axis -> size.
         tokens: most tokens of a step of one rank.
+        most: largest result.
     """
     if not divides(mesh) or axis_size("dp", mesh) == 1:
         return 0
-    return min(PUSHED_ROWS_MAX, -(-tokens // axis_size("attn_tp", mesh)))
+    return min(PUSHED_ROWS_MAX, most, -(-tokens // axis_size("attn_tp", mesh)))
 
 
-def buffer_bytes(
-    options: EpMoeOptions, mesh: Mapping[str, int], model: ModelFacts, tokens: int
-) -> int:
-    """Return the bytes of the buffers of the exchange "push" on each GPU.
-
-    Args:
-        options: the strategy's options.
-        mesh: mesh axis -> size.
-        model: the model.
-        tokens: most tokens of a step of one rank.
-    """
-    rows = pushed_rows(mesh, tokens) if options.exchange == "push" else 0
-    words = token_words(model.hidden_size * WORD_BYTES, model.sizes.experts_per_token)
+def buffer_bytes(sizes: ExchangeSizes) -> int:
+    """Return the bytes of the buffers of the exchange "push" on each GPU, without any: 0."""
+    rows = chosen_exchange(sizes, pushes=True).rows
+    words = token_words(sizes.hidden * WORD_BYTES, sizes.experts_per_token)
     kinds = 2  # dispatch and combine
-    return kinds * buffer_words(axis_size("tp", mesh), rows * words) * WORD_BYTES
+    return kinds * buffer_words(axis_size("tp", sizes.mesh), rows * words) * WORD_BYTES
 
 
 def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
@@ -190,7 +237,7 @@ def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[
 
 def _peers(context: CheckContext, section: str) -> Iterator[Refusal]:
     """Refuse the exchange ``push`` without access to the memory of other ranks' GPUs."""
-    if context.options.exchange != "push" or context.values.ranks == 1:
+    if context.options.exchange != PUSH or context.values.ranks == 1:
         return
     for collectives in context.of(CollectiveOffers):
         if not collectives.offers.expert_rows:
@@ -230,23 +277,21 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
     for place, chosen in enumerate(context.of(ParallelOffers)):
         if isinstance(chosen.options, EpMoeOptions):
             section = f"parallel.{place}"
-            remarks.append(_exchange_remark(section, chosen.options, context.values.mesh))
+            remarks.append(_exchange_remark(section, chosen.options, context))
             remarks.append(balance_remark(section, chosen.options.placed()))
     return [remark for remark in remarks if remark is not None]
 
 
-def _exchange_remark(
-    section: str, options: EpMoeOptions, mesh: Mapping[str, int]
-) -> Decision | None:
+def _exchange_remark(section: str, options: EpMoeOptions, context: CheckContext) -> Decision | None:
     """Return the note on the exchange that ``auto`` takes; None if no tokens move."""
+    mesh = context.values.mesh
     if options.exchange != "auto" or tokens_stay(options, mesh) or axis_size("tp", mesh) == 1:
         return None
-    why = (
-        "every rank receives every token, in large steps as FP8 values and scales if the experts "
-        "take them; "
-        "push has not been timed"
-    )
-    return Decision(f"{section}.exchange", "all_gather", "auto", why)
+    pushes = any(found.offers.expert_rows for found in context.of(CollectiveOffers))
+    rows = PUSHED_ROWS_MAX * axis_size("attn_tp", mesh)
+    sizes = ExchangeSizes.of(context.facts, options, mesh, rows, context.values.dtype)
+    found = chosen_exchange(sizes, pushes)
+    return Decision(f"{section}.exchange", found.name, "auto", found.why)
 
 
 @hookimpl

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.byte_costs import ExchangeSizes
 from glowplug.core.protocols import Collectives, ExpertExchange, ExpertRows, Shard, Worker
-from glowplug.plugins.parallel.ep_moe import pushed_rows, tokens_stay
+from glowplug.plugins.parallel.ep_moe import PUSH, chosen_exchange, tokens_stay
 from glowplug.plugins.parallel.expert_exchange import (
     AllGatherExchange,
     AllToAllExchange,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from glowplug.plugins.parallel.ep_moe import EpMoeOptions
 
 EXCHANGES: Mapping[str, Callable[[Layout, Collectives, str, bool], ExpertExchange]] = {
-    "auto": AllGatherExchange,
     "all_gather": AllGatherExchange,
     "all_to_all": AllToAllExchange,
     "all_to_all_static": StaticAllToAllExchange,
@@ -88,16 +88,22 @@ class EpMoe(Unsplit):
         return PlacedExchange(slots, experts, self._device, exchange)
 
     def _moved(self, layout: Layout, collectives: Collectives) -> ExpertExchange:
-        """Return the exchange that the options name."""
-        common = layout, collectives, self._device, self._counts
-        if self._options.exchange == "push":
-            return PushExchange(*common, self._expert_rows(collectives))
-        return EXCHANGES[self._options.exchange](*common)
-
-    def _expert_rows(self, collectives: Collectives) -> ExpertRows | None:
-        """Return the exchange of the collectives that all MoE layers share."""
+        """Return the exchange that the options or the measured times name."""
         plan = self._plan
-        rows = pushed_rows(plan.mesh, plan.sizes.max_step_tokens)
+        tokens = plan.sizes.max_step_tokens
+        sizes = ExchangeSizes.of(plan.facts, self._options, plan.mesh, tokens, plan.dtype)
+        chosen = chosen_exchange(sizes, hasattr(collectives, "expert_rows"))
+        common = layout, collectives, self._device, self._counts
+        if chosen.name == PUSH:
+            return PushExchange(*common, self._expert_rows(collectives, chosen.rows))
+        return EXCHANGES[chosen.name](*common)
+
+    def _expert_rows(self, collectives: Collectives, rows: int) -> ExpertRows | None:
+        """Return the exchange of the collectives that all MoE layers share.
+
+        ``rows``: most tokens of a rank in a step that are pushed.
+        """
+        plan = self._plan
         if not rows:
             return None
         models = [found for found in (plan.facts.model, plan.facts.draft) if found is not None]

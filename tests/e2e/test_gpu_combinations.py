@@ -78,9 +78,13 @@ def test_a_wrong_engine_is_detected(
     if spoil == "tokens":
         monkeypatch.setattr(TorchMla, "plan_step", short)
     else:
-        score = on_cpu.score
+        scores = on_cpu.scores
         monkeypatch.setattr(
-            on_cpu, "score", lambda *asked: [(own - 0.1, best - 0.1) for own, best in score(*asked)]
+            on_cpu,
+            "scores",
+            lambda *asked: [
+                [(own - 0.1, best - 0.1) for own, best in one] for one in scores(*asked)
+            ],
         )
     with pytest.raises(AssertionError, match="worse than the reference's|log-probabilities are"):
         run(cell, on_cpu, small, "cpu")

@@ -90,6 +90,23 @@ def test_a_kernel_cache_that_cannot_be_written_is_refused_at_start(
         assert part in str(refused.value)
 
 
+@pytest.mark.skipif(not software(()).cxx, reason="needs a C++ compiler")
+def test_a_kernel_cache_with_a_space_in_its_name_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor splits its command line for g++ at spaces, and would fail in the self-test."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    with pytest.raises(GlowplugError, match="a space in its name; set ops.cache_dir"):
+        LLM(
+            model=str(write_config(tmp_path, "v3")),
+            weights={"use": "random"},
+            skip_tokenizer=True,
+            device="cpu",
+            ops={"use": "torch_compile", "cache_dir": str(tmp_path / "my kernels")},
+            memory={"kv_tokens": 256},
+        )
+
+
 def test_a_triton_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     (tmp_path / "file").touch()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from glowplug import PlanRefused
+from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
 from tests.support.tiny import CONFIGS
@@ -297,18 +298,29 @@ def matrix(plugins: PluginSet, device: str) -> list[Cell]:
 
 
 def admitted(
-    cells: Sequence[Cell], plugins: PluginSet, folder: Path, device: str
+    cells: Sequence[Cell],
+    plugins: PluginSet,
+    folder: Path,
+    device: str,
+    hardware: HardwareFacts | None = None,
 ) -> tuple[list[Cell], dict[str, int]]:
-    """Return the cells that have a plan, and the reasons of the others with their counts."""
+    """Return the cells that have a plan, and the reasons of the others with their counts.
+
+    ``hardware``: facts of a sheet; None for this machine.
+    """
     kept, reasons = [], {}
     for cell in cells:
         try:
             make_plan(
-                cell.config(folder, device), plugins=plugins, contributed={"executor.use": "inline"}
+                cell.config(folder, device),
+                plugins=plugins,
+                hardware=hardware,
+                contributed={"executor.use": "inline"},
             )
             kept.append(cell)
         except PlanRefused as refused:
-            why = f"{refused.refusals[0].field}: {refused.refusals[0].reason}"
+            reason = refused.refusals[0].reason.replace(f"{folder}/", "")
+            why = f"{refused.refusals[0].field}: {reason}"
             reasons[why] = reasons.get(why, 0) + 1
     return kept, reasons
 

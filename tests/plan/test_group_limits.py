@@ -14,7 +14,9 @@ from glowplug.core.facts.mesh import group_share
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.table import render
+from glowplug.core.plugin.byte_costs import ExchangeSizes
 from glowplug.entrypoints.server.operations import whole_engine
+from glowplug.plugins.collectives.peer_memory import PeerMemoryOptions
 from glowplug.plugins.collectives.peer_sizes import buffer_bytes
 from tests.support.source_tree import ROOT
 
@@ -207,7 +209,8 @@ def test_exchange_buffers_count_the_tokens_of_all_groups(planned: Any) -> None:
     scheduler = {"max_running_requests": 8, "chunk_size": 64}
     plan = planned(groups(8, 4, model=V3, scheduler=scheduler), hardware=read_sheet("8xh200"))
     hidden = plan.facts.model.hidden_size
-    assert lines(plan)["exchange buffers"] == buffer_bytes(plan.mesh, hidden, 64 + 8)
+    sizes = ExchangeSizes(PeerMemoryOptions(), plan.mesh, hidden, 8, 64 + 8)
+    assert lines(plan)["exchange buffers"] == buffer_bytes(sizes)
 
 
 def test_shares_are_rounded_up() -> None:

@@ -9,9 +9,11 @@ import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.facts.machine import read_sheet
+from glowplug.core.plugin.byte_costs import ExchangeSizes
 from glowplug.core.testing.harness.fakes import TINY_V3, write_model
 from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words
 from glowplug.plugins.collectives.peer_experts import expert_buffer_size
+from glowplug.plugins.collectives.peer_memory import PeerMemoryOptions
 from glowplug.plugins.collectives.peer_sizes import buffer_bytes, library_bytes, peer_sizes
 from glowplug.plugins.collectives.torch_distributed import NCCL_GROUP_BYTES
 from glowplug.plugins.parallel.ep_moe import pushed_rows
@@ -28,6 +30,11 @@ def plan_of(planned: Any) -> Any:
         return planned({"dtype": "bfloat16", "parallel": list(parallel), **more}, hardware=H200)
 
     return plan
+
+
+def sizes(mesh: dict[str, int]) -> ExchangeSizes:
+    """Return exchanges of DeepSeek-V3's hidden size on a card without a table."""
+    return ExchangeSizes(PeerMemoryOptions(), mesh, 7168, 8, 8192)
 
 
 def lines(plan: Any) -> dict[str, int]:
@@ -88,18 +95,18 @@ def test_buffers_of_nccl_are_an_estimate_in_the_budget(plan_of: Any) -> None:
     assert "estimate" in line.how
     assert lines(plan_of(TP, DP))["exchange library"] == NCCL_GROUP_BYTES, "that of all four ranks"
     assert "exchange library" not in lines(plan_of())
-    assert library_bytes({"tp": 8, "ep": 8}, 7168, 8192) == NCCL_GROUP_BYTES
-    assert library_bytes({"tp": 8, "dp": 2}, 7168, 8192) == 2 * NCCL_GROUP_BYTES
-    assert library_bytes({"tp": 2}, 7168, 8192) == 0, "two ranks send large tensors in pieces"
+    assert library_bytes(sizes({"tp": 8, "ep": 8})) == NCCL_GROUP_BYTES
+    assert library_bytes(sizes({"tp": 8, "dp": 2})) == 2 * NCCL_GROUP_BYTES
+    assert library_bytes(sizes({"tp": 2})) == 0, "two ranks send large tensors in pieces"
 
 
 def test_every_group_of_ranks_has_buffers_of_its_own() -> None:
     """Axes that connect the same ranks share theirs."""
-    whole = buffer_bytes({"tp": 8}, 7168, 8192)
-    assert buffer_bytes({"tp": 8, "ep": 8}, 7168, 8192) == whole
-    groups = buffer_bytes({"tp": 8, "dp": 2}, 7168, 8192)
+    whole = buffer_bytes(sizes({"tp": 8}))
+    assert buffer_bytes(sizes({"tp": 8, "ep": 8})) == whole
+    groups = buffer_bytes(sizes({"tp": 8, "dp": 2}))
     assert groups == whole + sum(peer_sizes(n, 7168, 8192).bytes(n) for n in (2, 4))
-    assert buffer_bytes({"tp": 1}, 7168, 8192) == 0
+    assert buffer_bytes(sizes({"tp": 1})) == 0
 
 
 def test_pushed_tokens_have_buffers_in_the_budget(plan_of: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from glowplug.core.errors import EngineDead, PlanRefused
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import Quantized
 from glowplug.core.step.messages import Control, Reply, decode_inbound, encode
@@ -82,6 +83,61 @@ def test_two_rank_processes_are_measured(
     for row in (row for row in rows if row["operation"] == ALL_REDUCE):
         assert row["gb_s"] == pytest.approx(4096 / row["us"] / 1e3)
     assert "all_reduce, 2 ranks along tp" in shown.out and "gloo GB/s" in shown.out
+
+
+def test_every_way_of_a_backend_is_measured(plugins: PluginSet, tmp_path: Path) -> None:
+    """The ways are the values of its provider options, unless the operator names one."""
+    config: dict[str, Any] = {
+        "model": str(write_config(tmp_path, "v3")),
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "dtype": "bfloat16",
+        "parallel": [{"use": "tensor", "size": 4}],
+    }
+    args = parsed("--collective-bytes", "4096", "--exchange-tokens")
+    sheet = read_sheet("8xh200")
+    base = make_plan(config, plugins=plugins, hardware=sheet)
+    ways = {f"peer_memory all_reduce={way}" for way in ("one_shot", "two_shot")}
+    assert {one.label for one in measured_providers(base, config, plugins, args)} == {
+        "nccl",
+        "peer_memory",
+        *ways,
+    }
+    for one in measured_providers(base, config, plugins, args):
+        plan = make_plan({**config, **one.overrides}, plugins=plugins, hardware=sheet)
+        value = plan.choice("collectives").options.get("all_reduce")
+        assert (one.label in ways) == (value in ("one_shot", "two_shot"))
+    named = config | {"collectives": {"use": "peer_memory", "all_reduce": "two_shot"}}
+    labels = [one.label for one in measured_providers(base, named, plugins, args)]
+    assert labels == ["peer_memory"]
+
+
+def test_the_times_are_kept_as_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOWPLUG_CONFIG_DIR", str(tmp_path))
+    record = {
+        "rows": [],
+        "refused": {},
+        "failed": {},
+        "mesh": {"tp": 2},
+        "dtype": "float32",
+        "hidden": 64,
+        "chosen": "gloo",
+        "gpu": "cpu",
+    }
+    monkeypatch.setattr(collectives, "measure", lambda *_: record)
+    assert bench.run(parsed("--tp", "2", "--save-table")) == 0
+    assert "no table" in capsys.readouterr().out
+    row = {"operation": ALL_REDUCE, "axis": "tp", "ranks": 2, "bytes": 4096, "tokens": 0}
+    row |= {"us": 3.0, "gb_s": 1.0, "captured": False, "provider": "gloo"}
+    record["rows"] = [row]
+    assert bench.run(parsed("--tp", "2")) == 0
+    assert not list(tmp_path.iterdir()), "only where it is asked for"
+    assert bench.run(parsed("--tp", "2", "--save-table")) == 0
+    (path,) = tmp_path.iterdir()
+    assert f"table: {path}" in capsys.readouterr().out
+    assert json.loads(path.read_text())["all_reduce"] == {"4096": {"gloo": 3.0}}
 
 
 # ---- ranks as threads ----------------------------------------------------------------------------

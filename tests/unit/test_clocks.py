@@ -18,7 +18,7 @@ WITH_A_CLOCK = {
     "tests/plugins/sleepy_tuner.py",  # a tuner that takes a given number of seconds
     "tests/e2e/fake_engine.py",  # an engine whose requests have deadlines
     "tests/e2e/two_hosts.py",  # a tool that measures how long a fault takes to be found
-    "tests/gpu/combinations.py",  # tools that run for hours on a GPU
+    "tests/gpu/matrix_run.py",  # tools that run for hours on a GPU
     "tests/gpu/record.py",
     "tests/gpu/sanitize.py",
 }

@@ -17,6 +17,7 @@ from glowplug.kernels.moe import align as moe_align
 from tests.gpu import (
     combinations as gpu_combinations,
     logits as gpu_logits,
+    matrix_run,
     sanitize as gpu_sanitize,
 )
 from tests.support import gate_choices
@@ -202,16 +203,16 @@ def test_a_stopped_run_keeps_its_results(tmp_path: Path, monkeypatch: pytest.Mon
     """After a stop in the middle, the file has the cell that ran and the cell that failed, and is
     marked incomplete.
     """
-    right = gpu_combinations.Outcome(1.0, 0.0, 0.0, 1.0, 0.1)
+    right = matrix_run.Outcome(1.0, 0.0, 0.0, 1.0)
 
     def stopped(
-        cells: Sequence[gpu_combinations.Cell], *_: object
+        _: object, cells: Sequence[gpu_combinations.Cell], *__: object
     ) -> Iterator[gpu_combinations.Done]:
         yield cells[0], right, ""
         yield cells[1], None, "AssertionError: other tokens"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_combinations, "whole", stopped)
+    monkeypatch.setattr(matrix_run, "whole", stopped)
     file = tmp_path / "cells.json"
     monkeypatch.setattr(
         "sys.argv",
@@ -228,7 +229,7 @@ def test_a_stopped_run_keeps_its_results(tmp_path: Path, monkeypatch: pytest.Mon
         tmp_path.glob("*.tmp")
     )
     monkeypatch.setattr(
-        gpu_combinations, "whole", lambda cells, *_: ((cell, right, "") for cell in cells)
+        matrix_run, "whole", lambda _, cells, *__: ((cell, right, "") for cell in cells)
     )
     monkeypatch.setattr(
         "sys.argv",
@@ -249,6 +250,7 @@ def test_a_stopped_run_keeps_its_results(tmp_path: Path, monkeypatch: pytest.Mon
     assert rest["complete"] and rest["run"] == found["admitted"] - 1, (
         "what was not reached, and what had failed"
     )
+    assert rest["passed_before"] == 1
 
 
 def test_distances() -> None:

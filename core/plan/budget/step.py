@@ -15,7 +15,8 @@ from glowplug.core.plan.budget.layers import LayerBytes, StepTokens, features_of
 from glowplug.core.plan.budget.units import MIB
 from glowplug.core.plan.plan import BudgetLine
 from glowplug.core.plan.proposal import Proposal
-from glowplug.core.plugin.byte_costs import DecodingRows
+from glowplug.core.plugin.byte_costs import DecodingRows, ExchangeSizes
+from glowplug.core.plugin.component import Options
 from glowplug.core.plugin.offers import SamplerOffers
 
 CUDA_RUNTIME = 736 * MIB  #: bytes of the CUDA context, kernel code and libraries' workspaces
@@ -137,23 +138,29 @@ def _collective_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
     collectives = proposal.collectives
     if collectives is None:
         return []
-    mesh = proposal.values.mesh
-    model = proposal.facts.model
     offers = collectives.offers
-    sized = (mesh, model.hidden_size, counts.groups * counts.step_tokens)
-    size = offers.buffer_bytes(*sized) if offers.buffer_bytes is not None else 0
+    sizes = _exchange_sizes(proposal, collectives.options, counts.groups * counts.step_tokens)
+    size = offers.buffer_bytes(sizes) if offers.buffer_bytes is not None else 0
     if size and offers.expert_rows:
         size += sum(
-            chosen.offers.buffer_bytes(chosen.options, mesh, model, counts.step_tokens)
+            chosen.offers.buffer_bytes(
+                _exchange_sizes(proposal, chosen.options, counts.step_tokens)
+            )
             for chosen in proposal.parallel
             if chosen.offers.buffer_bytes is not None
         )
-    library = offers.library_bytes(*sized) if offers.library_bytes is not None else 0
+    library = offers.library_bytes(sizes) if offers.library_bytes is not None else 0
     found = (
         BudgetLine("exchange buffers", size, f"of {collectives.name}"),
         BudgetLine("exchange library", library, f"an estimate, of {collectives.name}"),
     )
     return [line for line in found if line.bytes]
+
+
+def _exchange_sizes(proposal: Proposal, options: Options, tokens: int) -> ExchangeSizes:
+    """Return the largest exchanges of a component; ``tokens``: see ``ExchangeSizes``."""
+    values = proposal.values
+    return ExchangeSizes.of(proposal.facts, options, values.mesh, tokens, values.dtype)
 
 
 def _sampler(proposal: Proposal) -> SamplerOffers:

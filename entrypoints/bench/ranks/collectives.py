@@ -53,6 +53,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="sizes of tensors; default: 4 KB to 8 MB",
     )
     group.add_argument(
+        "--save-table",
+        action="store_true",
+        help="keep the times as the table by which plans on this card choose between exchanges of "
+        "this number of ranks (docs/benchmarks/README.md#tuning)",
+    )
+    group.add_argument(
         "--exchange-tokens",
         type=int,
         nargs="*",
@@ -105,12 +111,14 @@ def measure(
                 refused[provider.label] = str(error)
             except GlowplugError as error:
                 failed[provider.label] = str(error)
+    devices = base.facts.hardware.devices
     return conditions_apart() | {
         "model": config.get("model", "embedded"),
         "hidden": base.facts.model.hidden_size,
         "dtype": base.dtype,
         "mesh": base.mesh,
         "chosen": base.choice("collectives").name,
+        "gpu": devices[0].name if base.device == "cuda" and devices else base.device,
         "rows": rows,
         "refused": refused,
         "failed": failed,
@@ -147,13 +155,35 @@ def measured_providers(
     providers = [given["use"]] if "use" in given else list(_connecting(plugins, base.device))
     overrides = {name: {"collectives": {**given, "use": name}} for name in providers}
     if args.collective_bytes:
-        yield from (MeasuredProvider(name, changed) for name, changed in overrides.items())
+        for name, changed in overrides.items():
+            yield MeasuredProvider(name, changed)
+            yield from _variants(name, changed["collectives"], plugins)
     if not args.exchange_tokens or not base.facts.model.n_routed_experts:
         return
     for name, changed in overrides.items():
         for exchange, strategies in _layouts(base, config, plugins):
             label = f"{name} {exchange}".rstrip()
             yield MeasuredProvider(label, {**changed, "parallel": strategies}, exchanges=True)
+
+
+def _variants(
+    name: str, section: Mapping[str, Any], plugins: PluginSet
+) -> Iterator[MeasuredProvider]:
+    """Yield a provider for each value of the provider options of a component.
+
+    Args:
+        name: name of the component.
+        section: its section of the configuration; options named there have this value only.
+        plugins: the loaded plugins.
+    """
+    found = plugins.find("collectives", name)
+    options = found.component.options if found is not None else None
+    for option in options.provider_fields() if options is not None else ():
+        values = get_args(options.model_fields[option].annotation) if options is not None else ()
+        for value in values if option not in section else ():
+            if value != "auto":
+                changed = {"collectives": {**section, option: value}}
+                yield MeasuredProvider(f"{name} {option}={value}", changed)
 
 
 def _connecting(plugins: PluginSet, device: str) -> Iterator[str]:

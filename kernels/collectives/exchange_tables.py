@@ -1,0 +1,167 @@
+"""Tables of the measured times of exchanges between ranks, from which thresholds are chosen.
+
+There is one file for each card, number of ranks and dtype. It is an object with the parts
+
+- ``measured``: card, ranks, dtype, hidden size and conditions of the measurement,
+- ``all_reduce``: {bytes of the tensor: {way: microseconds}},
+- ``expert exchange``: {tokens of a rank: {exchange: microseconds}}.
+
+A way is named as ``glowplug bench kernels --collectives`` names it. That command writes the files.
+They are found as other tuned tables are (:mod:`glowplug.kernels.launch.tuned_tables`). No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from glowplug.kernels.launch import tuned_tables
+from glowplug.kernels.launch.tuned_tables import NoTable
+
+ALL_REDUCE = "all_reduce"
+EXCHANGE = "expert exchange"
+MEASURED = "measured"  #: part with the conditions
+#: a time below this share of that of a smaller size is no noise, but a wrong measurement
+LEAST_SHARE = 0.6
+
+Times = Mapping[int, Mapping[str, float]]  #: size -> way -> microseconds
+
+
+@dataclass(frozen=True)
+class ExchangeTable:
+    """Measured times of the exchanges between a number of ranks.
+
+    Attributes:
+        hidden: hidden size of the tokens of ``exchange``.
+        all_reduce: times by bytes of the tensor, in ascending order.
+        exchange: times by tokens of each rank, in ascending order.
+    """
+
+    hidden: int = 0
+    all_reduce: Times = field(default_factory=dict)
+    exchange: Times = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FoundTable:
+    """The table for a card, a number of ranks and a dtype.
+
+    Attributes:
+        table: the table; None if there is none.
+        why: source of the times, or the reason why there are none, for the plan.
+    """
+
+    table: ExchangeTable | None
+    why: str
+
+
+def file_name(card: str, ranks: int, dtype: str) -> str:
+    """Return the file name of the table. ``card``: name of the GPU."""
+    return f"exchanges,device_name={tuned_tables.spelt(card)},ranks={ranks},dtype={dtype}.json"
+
+
+@cache
+def exchange_table(card: str, ranks: int, dtype: str) -> FoundTable:
+    """Return the table for this card, number of ranks and dtype, from the first folder that has it.
+
+    A file that is no such table is passed over, and the reason says so.
+    """
+    about = f"{card}, {ranks} ranks, {dtype}"
+    bad = ""
+    for folder in tuned_tables.folders():
+        path = folder / file_name(card, ranks, dtype)
+        if path.is_file():
+            try:
+                return FoundTable(read(path, card, ranks, dtype), f"measured on {about}{bad}")
+            except NoTable as error:
+                bad += f"; ignored: {error}"
+    return FoundTable(None, f"no table for {about}{bad}")
+
+
+def read(path: Path, card: str, ranks: int, dtype: str) -> ExchangeTable:
+    """Return the table in the file ``path``.
+
+    Raises:
+        NoTable: the file is no such table, is one of another card, number of ranks or dtype, or has
+            times that cannot be right.
+    """
+    found = tuned_tables.contents(path)
+    said = found.get(MEASURED, {})
+    for name, wanted in (("card", card), ("ranks", ranks), ("dtype", dtype)):
+        if said.get(name) != wanted:
+            raise NoTable(f"{path} states {name} {said.get(name)!r}, not {wanted!r}")
+    hidden = said.get("hidden")
+    if not isinstance(hidden, int) or hidden < 1:
+        raise NoTable(f"{path} states no hidden size")
+    parts = [_times(path, name, found.get(name, {})) for name in (ALL_REDUCE, EXCHANGE)]
+    return ExchangeTable(hidden, *parts)
+
+
+def _times(path: Path, part: str, found: Mapping[str, Any]) -> Times:
+    """Return the times of one part of a file.
+
+    Raises:
+        NoTable: a size or a time is no positive number, or a larger size takes much less time.
+    """
+    times: dict[int, dict[str, float]] = {}
+    for size, row in found.items():
+        if not size.isdecimal() or not int(size) or not isinstance(row, dict):
+            raise NoTable(f"{path} is no table of exchanges: {part} of {size}")
+        for way, spent in row.items():
+            number = isinstance(spent, int | float) and not isinstance(spent, bool)
+            if not number or not math.isfinite(spent) or spent <= 0:
+                raise NoTable(f"{path} is no table of exchanges: {part} of {size} by {way}")
+        times[int(size)] = row
+    times = dict(sorted(times.items()))
+    slowest: dict[str, tuple[float, int]] = {}
+    for size, row in times.items():
+        for way, spent in row.items():
+            most, at = slowest.get(way, (0.0, size))
+            if spent < LEAST_SHARE * most:
+                raise NoTable(
+                    f"{path} has times that fall: {part} by {way} of {size} takes {spent:g} us, "
+                    f"of {at} {most:g} us"
+                )
+            slowest[way] = max((most, at), (spent, size))
+    return times
+
+
+def fastest_up_to(times: Times, way: str, others: Collection[str], above: int = 0) -> int:
+    """Return the largest size up to which ``way`` is nowhere slower than any of ``others``.
+
+    The result is ``above`` if it is slower at the first size above it, or was not measured there.
+
+    Args:
+        times: times in ascending order of sizes.
+        way: the way in question.
+        others: the ways it is compared with; those that were not measured at a size do not count.
+        above: only larger sizes are compared.
+    """
+    most = above
+    for size, row in times.items():
+        if size <= above:
+            continue
+        if way not in row or any(row[way] > row[other] for other in others if other in row):
+            break
+        most = size
+    return most
+
+
+def write(folder_file: Path, measured: Mapping[str, Any], parts: Mapping[str, Times]) -> None:
+    """Write a table atomically.
+
+    Args:
+        folder_file: the file, see ``file_name`` and ``tuned_tables.path_to_write``.
+        measured: the conditions: "card", "ranks", "dtype", "hidden" and others.
+        parts: times by part.
+    """
+    sized = {
+        name: {str(size): dict(row) for size, row in sorted(times.items())}
+        for name, times in parts.items()
+    }
+    tuned_tables.write(folder_file, {MEASURED: dict(measured), **sized})
+    exchange_table.cache_clear()
