@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.graph_pieces import ExtendWork
@@ -194,6 +195,7 @@ class Replaying(CudaGraph):
         self.threads = Threads(self.functions, self.breaks)
         super().__init__(options, plan, worker, self.functions, self.threads)
         self.filled: list[tuple[int, int]] = []  #: live rows and graph's rows of every step
+        self.drafts: list[DraftShape | None] = []  #: size of the drafts of each of these steps
         self.passed: list[tuple[int, int]] = []  #: a step's tokens and its pass's
         self._extends = self.extends = _Extends(self.threads)
         NEWEST[:] = [self]
@@ -231,4 +233,5 @@ class Replaying(CudaGraph):
 
     def fill(self, graph: Any, batch: Batch) -> Batch:
         self.filled.append((batch.num_rows, graph.shape.rows))
+        self.drafts.append(graph.shape.drafts)
         return super().fill(graph, batch)
