@@ -134,8 +134,8 @@ def ngram_branches(
 ) -> tuple[Tensor, Tensor]:
     """Return the continuations of the best matches of each row, and the number of these matches.
 
-    Arguments and results are those of ``ngram_reference.ngram_branches``, on a GPU. The host does not wait
-    for the device, so the call can be captured.
+    Arguments and results are those of ``ngram_reference.ngram_branches``, on a GPU. The host does
+    not wait for the device, so the call can be captured.
     """
     count, columns = len(rows), tokens.shape[1]
     topk, parts = lookup.topk, parts_of(columns)

@@ -90,7 +90,7 @@ def test_verification_and_drafts_are_replayed(tmp_path: Path, steps: int) -> Non
             assert [tokens(llm, count) for count in (1, 3, 9)] == plain
             captured = runner_of(llm).graphs._decode_graphs[DraftShape.chain(steps)]
             pieces = next(iter(captured.values())).pieces
-            assert {"draft places", f"draft {steps}", "forward", "accept greedy"} <= set(pieces)
+            assert pieces[:3] == ("drafts", "forward", "accept greedy")
 
 
 WAYS: list[dict[str, Any]] = [
