@@ -18,6 +18,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.speculation.places import place_tokens
 from glowplug.core.speculation.tree_growth import ancestor_masks
 from glowplug.core.speculation.verify import spread, verify
 from glowplug.core.speculation.verify_host import verify_chain_host
@@ -46,6 +47,7 @@ class TokenDrafts(ABC):
     def __init__(self, plan: EnginePlan, worker: Worker) -> None:
         self._shape = plan.sizes.draft_shape
         self._context = plan.sizes.context_length
+        self._page_size = plan.sizes.page_size
         self._device = torch.device(worker.device)
         self._on_host = self._device.type == "cpu"
         self._tokens = torch.zeros(0, 0, dtype=torch.int32, device=self._device)
@@ -136,6 +138,7 @@ class TokenDrafts(ABC):
             parts = tree.parents, tree.depths, tree.mask
             batch.tree = DraftTree(*(part[:decodes] for part in parts))
         tokens, batch.draft_counts = batch.pieces.run("draft", partial(self._draft, batch))
+        batch.placed = not self._on_host
         return tokens
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
@@ -201,11 +204,13 @@ class TokenDrafts(ABC):
     def _draft(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the newest tokens of the decoding rows and their drafts, and ``draft_counts``.
 
-        The tokens are int64 [D, W].
+        The tokens are int64 [D, W]. On a GPU their places are set.
         """
         rows = batch.row_ids[: batch.num_decodes]
         lengths = self.lengths(batch)
         assert lengths is not None, "drafts make a step wider than one token"
+        if not self._on_host:
+            place_tokens(batch, lengths, self._page_size)
         lengths = lengths.long()
         newest = self._tokens[rows, lengths].long()[:, None]
         shape = self._shape_of(batch)

@@ -154,9 +154,9 @@ class Decodes:
             self._other_groups = batch.agreed.decodes
         if self.policy.clocked:
             self._time(batch, self.policy)
-        expect = None if result.next_drafts is None else getattr(self.policy, "expect", None)
-        if expect is not None:
-            expect(done.rows, result.next_drafts[done.at])
+        ahead = result.next_drafts
+        if ahead is not None and hasattr(self.policy, "expect"):
+            self.policy.expect(done.rows, ahead[done.at])
         decodes = int(np.searchsorted(done.at, batch.num_decodes))
         if decodes and batch.draft_shape is not None:
             self.policy.observe(done.rows[:decodes], batch.draft_shape, done.given[:decodes])

@@ -72,6 +72,8 @@ class Standalone(DraftPasses):
         return tokens, batch.tree
 
     def _pause(self, batch: Batch) -> Tensor:
+        if not self._on_host:
+            self._place(batch)
         return self._last[batch.row_ids[: batch.num_decodes], None]
 
     def _forward(self, step: Batch, tokens: Tensor, hidden: Tensor | None) -> Tensor:

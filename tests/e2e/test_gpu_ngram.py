@@ -49,4 +49,4 @@ def test_tokens_and_gains_are_those_of_a_cpu(tmp_path: Path, name: str, shape: s
     late, _, _ = run(folder, device="cuda", graphs=sizes, scheduler=scheduler, **drafts)
     assert plain == host == eager == replayed == late
     assert gains == eager_gains == replayed_gains
-    assert not none and {"draft", "places", "forward", "accept greedy"} <= set(pieces)
+    assert not none and {"draft", "forward", "accept greedy"} <= set(pieces)

@@ -21,6 +21,7 @@ from glowplug.core.protocols import (
     Worker,
 )
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.speculation.places import place_tokens
 from glowplug.core.speculation.tree_growth import Growth, first_growth, grown_tree, next_growth
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.draft_tree import DraftTree
@@ -136,10 +137,11 @@ class DraftPasses:
             return self._last.new_empty(0, shape.tokens)
         if self._in_one_piece():
             name = "drafts" if shape.steps else "no drafts"
-            tokens, batch.tree = batch.pieces.run(name, partial(self._round, batch, DIRECT))
+            tokens, batch.tree = batch.pieces.run(name, partial(self._placed_round, batch))
+            batch.placed = not self._on_host
         else:
             tokens, batch.tree = self._round(batch, batch.pieces)
-        batch.placed = bool(shape.steps) and not (self._on_host or shape.is_tree)
+            batch.placed = not (self._on_host or shape.is_tree)
         return tokens
 
     def _in_one_piece(self) -> bool:
@@ -149,6 +151,13 @@ class DraftPasses:
         """
         plans: Callable[[int], bool] | None = getattr(self._attention, "plans_on_device", None)
         return plans is not None and plans(self.first_key)
+
+    def _placed_round(self, batch: Batch) -> tuple[Tensor, DraftTree | None]:
+        """Run a round and set the places of its tokens; the result is that of :meth:`_round`."""
+        tokens, batch.tree = self._round(batch, DIRECT)
+        if batch.tree is not None and not self._on_host:
+            place_tokens(batch, self.known_lengths(batch), self._page_size)
+        return tokens, batch.tree
 
     def _round(self, batch: Batch, pieces: GraphPieces) -> tuple[Tensor, DraftTree | None]:
         """Return the tokens of each row's verify step, [D, W], and their trees.
@@ -164,7 +173,7 @@ class DraftPasses:
         return self._draft_chain(batch, pieces, *begun), None
 
     def _pause(self, batch: Batch) -> Tensor:
-        """Return the newest tokens of a step without drafts, [D, 1]."""
+        """Return the newest tokens of a step without drafts, [D, 1], and on a GPU place them."""
         raise NotImplementedError
 
     def _states(self, rows: Tensor) -> Tensor | None:
