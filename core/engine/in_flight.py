@@ -21,6 +21,8 @@ class InFlight:
     accepted: Accepted
     prompt_logprobs: list[PromptLogprobs]
     copy: Copy | None  #: copy of the results to the host; None if the device is the host
+    #: rows of the batch behind which a grammar forces tokens (``core.speculation.forced_drafts``)
+    forced: list[int] = field(default_factory=list, init=False)
     _result: StepResult | None = field(default=None, init=False)
 
     @property
@@ -48,57 +50,61 @@ class InFlight:
             else self.copy.wait()
         )
         if len(found) == 1:
-            given = 0 if accepted.drafts is None else len(accepted.drafts)
-            rows, width = accepted.tokens.shape
-            found = unpack(found[0], rows, width, given)
+            found = unpack(found[0], accepted)
         # NOTE: rows behind those of the batch are padding rows of a captured step
         rows = self.batch.num_rows
         tokens, counts, bad = (part[:rows] for part in found[:3])
-        drafts = None if accepted.drafts is None else found[3][: self.batch.num_decodes]
+        further = iter(found[3:])
+        drafts = None if accepted.drafts is None else next(further)[: self.batch.num_decodes]
+        ahead = None if accepted.next_drafts is None else next(further)[:rows]
         scores = None
         if accepted.logprobs is not None:
-            token, top_ids, top = (part[: rows * accepted.tokens.shape[1]] for part in found[-3:])
+            token, top_ids, top = (part[: rows * accepted.tokens.shape[1]] for part in further)
             scores = token, top_ids, top
-        return StepResult(tokens, counts, bad, scores, self.prompt_logprobs, drafts)
+        if ahead is not None and self.forced:
+            ahead = ahead.copy()
+            ahead[self.forced] = np.maximum(ahead[self.forced], 1)
+        return StepResult(tokens, counts, bad, scores, self.prompt_logprobs, drafts, ahead)
 
 
 def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
     """Return the tensors of a step's results that the host reads.
 
-    These are ``tokens``, ``counts`` and ``bad``, and ``drafts`` and the log-probabilities if there
-    are any. If there are no log-probabilities and ``packed`` is set, it is the only one, since it
-    contains the others.
+    These are ``tokens``, ``counts`` and ``bad``, then ``drafts``, ``next_drafts`` and the
+    log-probabilities if there are any. If there are no log-probabilities and ``packed`` is set, it
+    is the only one, since it contains the others.
     """
     scores = accepted.logprobs
     if accepted.packed is not None and scores is None:
         return [accepted.packed]
-    found = [accepted.tokens, accepted.counts, accepted.bad]
-    if accepted.drafts is not None:
-        found.append(accepted.drafts)
+    found = [accepted.tokens, accepted.counts, accepted.bad, *_draft_counts(accepted)]
     return found if scores is None else [*found, scores.token, scores.top_ids, scores.top]
 
 
-def pack(accepted: Accepted) -> torch.Tensor:
-    """Return the bytes of tokens, counts, drafts and bad as one tensor, for ``Accepted.packed``.
+def _draft_counts(accepted: Accepted) -> list[torch.Tensor]:
+    """Return those of ``drafts`` and ``next_drafts`` that are set, int32."""
+    return [part for part in (accepted.drafts, accepted.next_drafts) if part is not None]
 
-    Its shape is uint8 [B * (8 * W + 5)], 13 bytes per row at width one, or with ``drafts`` 4 bytes
-    more for each decoding row.
+
+def pack(accepted: Accepted) -> torch.Tensor:
+    """Return the bytes of a step's results as one tensor, for ``Accepted.packed``.
+
+    It is uint8 [B * (8 * W + 5)], 13 bytes per row at width one; ``drafts`` take 4 bytes more for
+    each decoding row, and ``next_drafts`` for each row.
     """
-    parts = [accepted.tokens, accepted.counts, accepted.bad]
-    if accepted.drafts is not None:
-        parts.insert(2, accepted.drafts)  # before the bytes, so that integers stay aligned
+    # the bytes of ``bad`` are last, so that integers stay aligned
+    parts = [accepted.tokens, accepted.counts, *_draft_counts(accepted), accepted.bad]
     return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
 
 
-def unpack(packed: NDArray[Any], rows: int, width: int, drafts: int = 0) -> list[NDArray[Any]]:
-    """Split ``packed`` into tokens, counts, bad and drafts.
+def unpack(packed: NDArray[Any], accepted: Accepted) -> list[NDArray[Any]]:
+    """Return the parts of ``packed``, in the order of ``tensors_of``.
 
-    Returns:
-        int64 [rows, width], int32 [rows], bool [rows], and int32 [drafts], which is left out if
-        ``drafts`` is 0.
+    ``accepted``: the results from which ``pack`` made it; only shapes are read.
     """
-    tokens, numbers, bad = np.split(packed, np.cumsum([8 * rows * width, 4 * (rows + drafts)]))
-    counts, given = np.split(numbers.view(np.int32), [rows])
+    rows, width = accepted.tokens.shape
+    lengths = [rows, *(len(part) for part in _draft_counts(accepted))]
+    tokens, numbers, bad = np.split(packed, np.cumsum([8 * rows * width, 4 * sum(lengths)]))
+    counts, *further = np.split(numbers.view(np.int32), np.cumsum(lengths)[:-1])
     parts: list[NDArray[Any]] = [tokens.view(np.int64).reshape(rows, width), counts]
-    parts.append(bad.view(np.bool_))
-    return [*parts, given] if drafts else parts
+    return [*parts, bad.view(np.bool_), *further]

@@ -30,12 +30,13 @@ from glowplug.core.protocols import (
     Sampler,
     SpeculativeAlgorithm,
 )
+from glowplug.core.speculation.places import place_tokens
 from glowplug.core.speculation.simulated import SimulatedAcceptance
 from glowplug.core.step.batch import Accepted, Batch, PromptLogprobs
 from glowplug.core.step.graph_pieces import DIRECT, DraftExtend, SplitPoints
 from glowplug.core.step.sampled_last_layer import HostEnds
 from glowplug.core.step.sequence_table import SequenceTable
-from glowplug.core.step.to_device import kv_slots_at, send
+from glowplug.core.step.to_device import send
 from glowplug.core.step.to_host import host_copier
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
@@ -157,9 +158,12 @@ class Runner:
         return self.draft_extend.run_after(batch, accepted, hidden)
 
     def _place_drafts(self, batch: Batch) -> None:
-        """Set the places of the decoding rows' tokens, and the mask of their trees."""
+        """Set the places of the decoding rows' tokens, and the mask of their trees.
+
+        The host has only upper bounds of the places; on a CPU those of chains are exact.
+        """
         tree = batch.tree
-        exact = tree is None and (batch.placed or self._on_host)
+        exact = batch.placed or (tree is None and self._on_host)
         if batch.num_decodes and not exact:
             batch.pieces.run("places", partial(self._place, batch))
         batch.tree_mask = None if tree is None else tree.mask
@@ -272,24 +276,9 @@ class Runner:
         )
 
     def _place(self, batch: Batch) -> None:
-        """Replace the upper bounds of decoding rows by exact positions, KV slots and lengths.
-
-        The host has only upper bounds; the exact lengths are on the device. Siblings of a tree
-        have the same position, but each has a KV slot of its own.
-        """
-        rows = batch.num_decodes
-        tokens = batch.decode_tokens
         lengths = self.speculative.lengths(batch)
         assert lengths is not None, "only a step of width one has no lengths of its own"
-        width = tokens // rows
-        starts = lengths.long()[:, None]
-        places = starts + torch.arange(width, device=lengths.device)
-        positions = places if batch.tree is None else starts + batch.tree.depths
-        batch.positions[:tokens] = positions.view(-1)
-        batch.kv_slots[:tokens] = kv_slots_at(
-            batch.page_table[:rows], places, self.table.page_size
-        ).view(-1)
-        batch.kv_lens_device[:rows] = lengths + width
+        place_tokens(batch, lengths, self.table.page_size)
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptLogprobs]:
         """Return log-probabilities of the step's prompt tokens, for the rows that request them."""

@@ -140,6 +140,14 @@ def token_drafts_bytes(step: DecodingRows) -> int:
     return step.rows * ((step.positions + 2) * NUMBER_BYTES + 3 * 8 * step.width)
 
 
+def found_drafts_bytes(step: DecodingRows) -> int:
+    """Return the bytes of ``token_drafts_bytes`` and of drafts that are kept between two steps.
+
+    These are the drafts of each row, in int64, and their number, in int32.
+    """
+    return token_drafts_bytes(step) + step.rows * (8 * (step.width - 1) + NUMBER_BYTES)
+
+
 def state_drafts_bytes(step: DecodingRows) -> int:
     """Return the bytes that an algorithm reserves whose draft continues the target's hidden states.
 

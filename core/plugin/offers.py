@@ -165,9 +165,14 @@ class SpeculativeOffers(Offers):
         reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
             beside the KV cache and the states of pages; None for 0 bytes.
         adapts: its methods follow ``Batch.draft_shape`` of each step, also without drafts.
+        foresees: ``accept`` returns the number of drafts of the next step
+            (``Accepted.next_drafts``), unless acceptance is simulated. A step none of whose rows
+            has drafts is then a plain decoding step, also with drafts of one size. It also
+            ``adapts``.
     """
 
     adapts: bool = False
+    foresees: bool = False
     drafts: bool = False
     tree: bool = False
     nextn_layer: bool = False

@@ -18,7 +18,7 @@ class SpeculativeOptions(Options):
         True,
         description="choose the size of the drafts anew in each step, from none to the given one, "
         "by the acceptance of the running requests and the measured seconds of a step; false: "
-        "always the given size",
+        "always the given size, or none if an algorithm knows that no request has drafts",
     )
     cost_table: str | None = Field(
         None,

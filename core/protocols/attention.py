@@ -126,6 +126,12 @@ class ProjectedMla(Protocol):
 class AttentionBackend(Protocol):
     """The KV cache of all layers and the attention over it.
 
+    A further method is optional. ``plans_on_device(first_key: int) -> bool`` returns whether
+    ``plan_step`` of captured decoding rows, of batches with this ``Batch.first_key``, needs no work
+    of the host in a replay: it enqueues only device work on the batch's tensors, or none, and can
+    be captured. All passes of a draft are then captured as one graph, in which each pass is
+    planned, with a key of its own, before it runs.
+
     Attributes:
         mla_projected: called by MLA layers in place of ``mla`` if ``Ops.rope_at`` returns
             ``RopeRows``; None: never.

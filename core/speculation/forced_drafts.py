@@ -47,8 +47,8 @@ class ForcedDrafts:
         if len(forced) > 1:
             self._added.setdefault(i, {})[node] = list(forced[1 : 1 + self.most])
 
-    def keep(self, rows: Seq[int], counts: Tensor) -> None:
-        """Keep what was added for the next step.
+    def keep(self, rows: Seq[int], counts: Tensor) -> list[int]:
+        """Keep what was added for the next step, and return the rows of the batch that have any.
 
         Args:
             rows: rows of the sequence table, by row of the batch.
@@ -56,7 +56,9 @@ class ForcedDrafts:
         """
         self._kept = {rows[i]: (i, behind) for i, behind in self._added.items()}
         self._counts = counts.clone() if self._kept else None
+        added = list(self._added)
         self._added = {}
+        return added
 
     def drop(self, rows: Iterable[int]) -> None:
         """Drop the tokens of rows of the sequence table, whose sequences have changed."""

@@ -18,8 +18,9 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.speculation.places import place_tokens
 from glowplug.core.speculation.tree_growth import ancestor_masks
-from glowplug.core.speculation.verify import verify
+from glowplug.core.speculation.verify import spread, verify
 from glowplug.core.speculation.verify_host import verify_chain_host
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.draft_tree import DraftTree
@@ -36,7 +37,8 @@ class TokenDrafts(ABC):
 
     Attributes:
         ragged: rows of a step may have fewer drafts than others, or none (``Batch.draft_counts``).
-            ``propose`` then fills the places behind a row's drafts with -1.
+            ``propose`` then fills the places behind a row's drafts with negative numbers: -1, or
+            the complement ``~id`` of a valid token id if the places of a tree have to differ.
     """
 
     ragged: bool = False
@@ -45,6 +47,7 @@ class TokenDrafts(ABC):
     def __init__(self, plan: EnginePlan, worker: Worker) -> None:
         self._shape = plan.sizes.draft_shape
         self._context = plan.sizes.context_length
+        self._page_size = plan.sizes.page_size
         self._device = torch.device(worker.device)
         self._on_host = self._device.type == "cpu"
         self._tokens = torch.zeros(0, 0, dtype=torch.int32, device=self._device)
@@ -53,7 +56,7 @@ class TokenDrafts(ABC):
     def propose(self, tokens: Tensor, rows: Tensor, lengths: Tensor, shape: DraftShape) -> Tensor:
         """Return the drafts of the decoding rows, int64 [D, W - 1].
 
-        Each is a valid token id, or if ``ragged`` also -1.
+        Each is a valid token id, or if ``ragged`` also negative.
 
         On a GPU the work is captured in a graph: it must not wait for the device, and may depend on
         ``rows`` and ``lengths`` only through tensors.
@@ -64,6 +67,23 @@ class TokenDrafts(ABC):
             lengths: int64 [D], number of tokens of each of them, the newest one included.
             shape: the size of the drafts in this step.
         """
+
+    def foresee(self, tokens: Tensor, rows: Tensor, lengths: Tensor) -> Tensor | None:
+        """Return the number of drafts that rows have for their next steps, int32 [n].
+
+        It is called at the end of each ``accept``, under the conditions of ``propose``. What it
+        finds may be kept for the next ``propose``, which then gets the same tokens of these rows.
+
+        Args:
+            tokens: int32 [R, C], the tokens of all rows.
+            rows: int64 [n], the rows that have gained a token.
+            lengths: int64 [n], number of tokens of each of them, the newest one included.
+
+        Returns:
+            The numbers, or None (the default) if they are not known before ``propose``. An
+            algorithm that returns them offers ``foresees``.
+        """
+        return None
 
     def parents(self, shape: DraftShape) -> Seq[int] | None:
         """Return the index of the parent of each of a row's W tokens, 0 for the newest token.
@@ -118,6 +138,7 @@ class TokenDrafts(ABC):
             parts = tree.parents, tree.depths, tree.mask
             batch.tree = DraftTree(*(part[:decodes] for part in parts))
         tokens, batch.draft_counts = batch.pieces.run("draft", partial(self._draft, batch))
+        batch.placed = not self._on_host
         return tokens
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
@@ -137,7 +158,23 @@ class TokenDrafts(ABC):
             lengths = batch.kv_lens_device[ends]
             self._tokens[rows, lengths.long()] = accepted.tokens[ends, 0].int()
             self._computed[rows] = lengths.int()
+        accepted.next_drafts = self._foreseen(batch, ends)
         return accepted
+
+    def _foreseen(self, batch: Batch, ends: Tensor | None) -> Tensor | None:
+        """Return ``Accepted.next_drafts`` of a step whose tokens are stored.
+
+        ``ends``: indices in the batch of the rows whose prompts ended, int64; None if all decode.
+        """
+        gaining = None
+        if ends is not None:
+            decoding = torch.arange(batch.num_decodes, device=ends.device)
+            gaining = torch.cat([decoding, ends])
+        rows = batch.row_ids if gaining is None else batch.row_ids[gaining]
+        found = self.foresee(self._tokens, rows, self._computed[rows].long() + 1)
+        if found is None or gaining is None:
+            return found
+        return spread(found, gaining, batch.num_rows)
 
     def _shape_of(self, batch: Batch) -> DraftShape:
         """Return the size of the drafts in the step ``batch``."""
@@ -167,11 +204,13 @@ class TokenDrafts(ABC):
     def _draft(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the newest tokens of the decoding rows and their drafts, and ``draft_counts``.
 
-        The tokens are int64 [D, W].
+        The tokens are int64 [D, W]. On a GPU their places are set.
         """
         rows = batch.row_ids[: batch.num_decodes]
         lengths = self.lengths(batch)
         assert lengths is not None, "drafts make a step wider than one token"
+        if not self._on_host:
+            place_tokens(batch, lengths, self._page_size)
         lengths = lengths.long()
         newest = self._tokens[rows, lengths].long()[:, None]
         shape = self._shape_of(batch)
@@ -181,7 +220,7 @@ class TokenDrafts(ABC):
         if not self.ragged:
             return torch.cat([newest, drafts], 1), None
         counts = (drafts >= 0).cumprod(1).sum(1, dtype=torch.int32)
-        return torch.cat([newest, drafts.clamp(min=0)], 1), counts
+        return torch.cat([newest, drafts.maximum(~drafts)], 1), counts
 
     def _keep_decoded(self, batch: Batch, accepted: Accepted) -> None:
         """Store the tokens that the decoding rows gained, and the rows' new lengths.

@@ -23,6 +23,7 @@ from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Collectives, DraftPolicy, Scheduler, SpeculativeAlgorithm
 from glowplug.core.speculation.adaptive import AdaptivePolicy
+from glowplug.core.speculation.foreseen_drafts import FixedDrafts, ForeseenDrafts
 from glowplug.core.startup.warmup import scratch_batch, spread_ids
 from glowplug.core.step.batch import Batch, shape_of
 
@@ -69,9 +70,9 @@ def draft_costs(
         leads: this is rank 0.
 
     Returns:
-        The costs; None if all steps have drafts of one size.
+        The costs; None if there are drafts of one size only.
     """
-    if len(plan.sizes.draft_shapes) < 2 or plan.draft_costs is not None:
+    if not _chooses(plan) or plan.draft_costs is not None:
         return plan.draft_costs
     effort = ON_CPU if plan.device == "cpu" else ON_DEVICE
     found = measure(runner, plan, _Clock(collectives, leads, effort.seconds), effort)
@@ -85,21 +86,32 @@ def adapt(
     costs: DraftCosts | None,
     algorithm: SpeculativeAlgorithm,
 ) -> None:
-    """Have ``scheduler`` choose the size of the drafts of each step by ``costs``, if any.
+    """Have ``scheduler`` choose the size of the drafts of each step, if there are several.
 
-    The policy is the algorithm's own if it has one (``draft_policy``).
+    The choice is by ``costs``, and the policy is the algorithm's own if it has one
+    (``draft_policy``). With drafts of one given size the choice is only between these and none.
     """
-    if costs is None:
+    shapes = plan.sizes.draft_shapes
+    if len(shapes) < 2:
         return
     policy: DraftPolicy
-    shapes = plan.sizes.draft_shapes
     make: MakesDraftPolicy | None = getattr(algorithm, "draft_policy", None)
-    if make is not None:
+    if costs is None:
+        policy = FixedDrafts(shapes[-1])
+    elif make is not None:
         policy = make(shapes, costs)
     else:
         clocked = plan.draft_costs is None  # costs that the operator gave are not corrected
         policy = AdaptivePolicy(shapes, costs, plan.sizes.max_running, clocked)
-    scheduler.adapt(policy)  # type: ignore[attr-defined]  # the plan has checked its offers
+    scheduler.adapt(  # type: ignore[attr-defined]  # the plan has checked its offers
+        ForeseenDrafts(policy, plan.sizes.max_running)
+    )
+
+
+def _chooses(plan: EnginePlan) -> bool:
+    """Return whether the size of the drafts is chosen by the seconds of a step."""
+    several = len(plan.sizes.draft_shapes) > 1
+    return several and bool(plan.choice("speculative").options.get("adaptive"))
 
 
 def described(costs: DraftCosts) -> str:

@@ -172,14 +172,17 @@ class Accepted:
         bad: bool [B]; True: the row's logits have NaN or +inf, or are all -inf.
         logprobs: log-probabilities of every entry of ``tokens``, flattened ([B * W]); None if no
             row requests them.
-        packed: uint8, the bytes of tokens, counts and bad in this order; set by the runner, so that
-            one copy takes all three to the host.
+        packed: uint8, the bytes of tokens, counts, bad, and of ``drafts`` and ``next_drafts`` if
+            they are set; set by the runner, so that one copy takes them all to the host.
         path: for trees of drafts, the token of the step after which each gained token was drawn:
             int64 [D, W], indices in the row. Entry i is i itself for i >= the number of gained
             tokens. The runner moves the KV entries of the path together. None for chains, whose
             accepted tokens are the first ones of the row.
         drafts: ``Batch.draft_counts`` of the step, int32 [D], set by the runner; None: all rows
             have as many drafts.
+        next_drafts: number of drafts that each row has for its next step, int32 [B]; 0 for rows
+            that do not sample. None: not known before that step, as without ``foresees`` in the
+            algorithm's offers.
     """
 
     tokens: torch.Tensor
@@ -189,6 +192,7 @@ class Accepted:
     packed: torch.Tensor | None = None
     path: torch.Tensor | None = None
     drafts: torch.Tensor | None = None
+    next_drafts: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -224,6 +228,8 @@ class StepResult:
             every entry of ``tokens``, flattened; None if no row requests them.
         prompt_logprobs: log-probabilities of prompt tokens that the step computed.
         drafts: number of drafts of each decoding row, int32 [D]; None: all have as many.
+        next_drafts: number of drafts that each row has for its next step, int32 [B], at least 1 if
+            a grammar forces tokens there; None: not known.
     """
 
     tokens: NDArray[np.int64]
@@ -232,6 +238,7 @@ class StepResult:
     logprobs: tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]] | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     drafts: NDArray[np.int32] | None = None
+    next_drafts: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)

@@ -118,15 +118,15 @@ def _times(path: Path, part: str, found: Mapping[str, Any]) -> Times:
         times[int(size)] = row
     times = dict(sorted(times.items()))
     slowest: dict[str, tuple[float, int]] = {}
-    for size, row in times.items():
-        for way, spent in row.items():
+    for count, known in times.items():
+        for way, spent in known.items():
             most, at = slowest.get(way, (0.0, size))
             if spent < LEAST_SHARE * most:
                 raise NoTable(
-                    f"{path} has times that fall: {part} by {way} of {size} takes {spent:g} us, "
+                    f"{path} has times that fall: {part} by {way} of {count} takes {spent:g} us, "
                     f"of {at} {most:g} us"
                 )
-            slowest[way] = max((most, at), (spent, size))
+            slowest[way] = max((most, at), (spent, count))
     return times
 
 

@@ -88,6 +88,7 @@ def _merge(
     lengths,
     keys,
     branches,
+    matches,
     columns,
     steps,
     TOPK: tl.constexpr,
@@ -96,7 +97,7 @@ def _merge(
     KEYS_SIZE: tl.constexpr,
     STEPS_SIZE: tl.constexpr,
 ):
-    """Write the branches of a row from the best matches of its parts."""
+    """Write the branches of a row and its number of matches, from the best ones of its parts."""
     place = tl.program_id(0)
     text = table + tl.load(rows + place).to(tl.int64) * columns
     last = tl.load(lengths + place).to(tl.int32) - 1
@@ -108,6 +109,7 @@ def _merge(
     begins = tl.full((TOPK_SIZE,), -1, tl.int32)
     step = tl.arange(0, STEPS_SIZE)
     newest = tl.load(text + last)
+    count = 0
     for branch in tl.static_range(TOPK):
         best = tl.max(tl.where(_taken(following, begins, TOPK), -1, key), 0)
         end = tl.where(best >= 0, (best & 0xFFFFFFFF).to(tl.int32), last - 1)
@@ -115,6 +117,7 @@ def _merge(
         spare = newest
         if branch > 0:
             spare = tl.min(tl.where(_taken(slots, begins, TOPK), TOPK_SIZE, slots), 0)
+        count += (best >= 0).to(tl.int32)
         drafts = tl.where(best >= 0, copied, spare)
         tl.store(
             branches + (place * TOPK + branch) * steps + step,
@@ -123,19 +126,23 @@ def _merge(
         )
         begin = tl.sum(tl.where(step == 0, drafts, 0), 0)
         begins = tl.where(slots == branch, begin, begins)
+    tl.store(matches + place, count)
 
 
-def ngram_branches(tokens: Tensor, rows: Tensor, lengths: Tensor, lookup: Lookup) -> Tensor:
-    """Return the continuations of the best matches of each row, int64 [D, topk, steps].
+def ngram_branches(
+    tokens: Tensor, rows: Tensor, lengths: Tensor, lookup: Lookup
+) -> tuple[Tensor, Tensor]:
+    """Return the continuations of the best matches of each row, and the number of these matches.
 
-    The arguments are those of ``ngram_reference.ngram_branches``, on a GPU. The host does not wait
-    for the device, so the call can be captured.
+    Arguments and results are those of ``ngram_reference.ngram_branches``, on a GPU. The host does
+    not wait for the device, so the call can be captured.
     """
     count, columns = len(rows), tokens.shape[1]
     topk, parts = lookup.topk, parts_of(columns)
     branches = torch.empty(count, topk, lookup.steps, dtype=torch.int64, device=tokens.device)
+    matches = torch.empty(count, dtype=torch.int32, device=tokens.device)
     if not count:
-        return branches
+        return branches, matches
     keys = torch.empty(count, parts, topk, dtype=torch.int64, device=tokens.device)
     size = next_power_of_2(topk)
     _search[(count, parts)](
@@ -157,6 +164,7 @@ def ngram_branches(tokens: Tensor, rows: Tensor, lengths: Tensor, lookup: Lookup
         lengths,
         keys,
         branches,
+        matches,
         columns,
         lookup.steps,
         TOPK=topk,
@@ -165,4 +173,4 @@ def ngram_branches(tokens: Tensor, rows: Tensor, lengths: Tensor, lookup: Lookup
         KEYS_SIZE=next_power_of_2(parts * topk),
         STEPS_SIZE=next_power_of_2(lookup.steps),
     )
-    return branches
+    return branches, matches

@@ -38,8 +38,10 @@ class Lookup:
     steps: int
 
 
-def ngram_branches(tokens: Tensor, rows: Tensor, lengths: Tensor, lookup: Lookup) -> Tensor:
-    """Return the continuations of the best matches of each row, int64 [D, topk, steps].
+def ngram_branches(
+    tokens: Tensor, rows: Tensor, lengths: Tensor, lookup: Lookup
+) -> tuple[Tensor, Tensor]:
+    """Return the continuations of the best matches of each row, and the number of these matches.
 
     A branch without a match repeats one token: in branch 0 the row's last one, in the others the
     smallest id with which no earlier branch of the row begins.
@@ -49,16 +51,23 @@ def ngram_branches(tokens: Tensor, rows: Tensor, lengths: Tensor, lookup: Lookup
         rows: int64 [D], the rows to search.
         lengths: [D], number of tokens of these rows, at least 1.
         lookup: the size of the search.
+
+    Returns:
+        int64 [D, topk, steps] and int32 [D].
     """
     table: Ints = tokens.numpy()
     found = np.empty((len(rows), lookup.topk, lookup.steps), np.int64)
+    matches = np.empty(len(rows), np.int32)
     for place, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-        _fill_branches(table[row, :length], lookup, found[place])
-    return torch.from_numpy(found)
+        matches[place] = _fill_branches(table[row, :length], lookup, found[place])
+    return torch.from_numpy(found), torch.from_numpy(matches)
 
 
-def _fill_branches(text: Ints, lookup: Lookup, branches: NDArray[np.int64]) -> None:
-    """Write the branches of a row, int64 [topk, steps]. ``text``: int32 [n], the row's tokens."""
+def _fill_branches(text: Ints, lookup: Lookup, branches: NDArray[np.int64]) -> int:
+    """Write the branches of a row, int64 [topk, steps], and return the number of its matches.
+
+    ``text``: int32 [n], the row's tokens.
+    """
     ends = _best_matches(text, lookup)
     begins: list[int] = []
     for branch, end in zip(branches, ends):
@@ -68,6 +77,7 @@ def _fill_branches(text: Ints, lookup: Lookup, branches: NDArray[np.int64]) -> N
         free = next(id for id in range(len(begins) + 1) if id not in begins)
         branch[:] = free if begins else text[-1]
         begins.append(int(branch[0]))
+    return len(ends)
 
 
 def _best_matches(text: Ints, lookup: Lookup) -> list[int]:

@@ -15,7 +15,7 @@ from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import DraftPolicy
-from glowplug.core.step.batch import Batch
+from glowplug.core.step.batch import Batch, StepResult
 from glowplug.core.step.pages import PageAllocator
 from glowplug.plugins.scheduler import continuous_batch
 from glowplug.plugins.scheduler.continuous_commit import Committed
@@ -143,14 +143,20 @@ class Decodes:
         if batch.mode is Mode.DECODE:
             batch.mode = Mode.VERIFY
 
-    def committed(self, batch: Batch, done: Committed) -> None:
-        """Report the tokens that the decoding rows of a step gained to the policy."""
+    def committed(self, batch: Batch, done: Committed, result: StepResult) -> None:
+        """Report the tokens that the decoding rows of a step gained to the policy.
+
+        So are the drafts that the rows have for their next steps, if they are known.
+        """
         if self.policy is None:
             return
         if batch.agreed is not None:
             self._other_groups = batch.agreed.decodes
         if self.policy.clocked:
             self._time(batch, self.policy)
+        ahead = result.next_drafts
+        if ahead is not None and hasattr(self.policy, "expect"):
+            self.policy.expect(done.rows, ahead[done.at])
         decodes = int(np.searchsorted(done.at, batch.num_decodes))
         if decodes and batch.draft_shape is not None:
             self.policy.observe(done.rows[:decodes], batch.draft_shape, done.given[:decodes])

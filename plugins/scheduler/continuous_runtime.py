@@ -272,7 +272,7 @@ class Continuous:
         if result.prompt_logprobs:
             self.scores.report(self.rows, batch, result.prompt_logprobs, output)
         count_step(self.stats, done)
-        self.decodes.committed(batch, done)
+        self.decodes.committed(batch, done, result)
         self._publish(batch, done)
         if done.done.any():
             self._finish(done, output)

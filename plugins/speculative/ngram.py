@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
-from glowplug.core.plugin.byte_costs import token_drafts_bytes
+from glowplug.core.plugin.byte_costs import found_drafts_bytes
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.hookspecs import hookimpl
@@ -128,9 +128,10 @@ def register_speculative_algorithms() -> list[Component]:
             offers=SpeculativeOffers(
                 adapts=True,
                 drafts=True,
+                foresees=True,
                 simulates=True,
                 modes=EVERY_MODE_GRAPH,
-                reserves=token_drafts_bytes,
+                reserves=found_drafts_bytes,
             ),
             summary="drafts copied from earlier text of the request; the same tokens in fewer "
             "steps",

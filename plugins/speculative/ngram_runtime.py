@@ -7,7 +7,7 @@ from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.draft_shape import DraftShape
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import Limits, Worker
 from glowplug.core.speculation.token_drafts import TokenDrafts
 from glowplug.kernels.speculation import ngram_reference
 from glowplug.kernels.speculation.ngram_reference import Lookup
@@ -15,17 +15,31 @@ from glowplug.plugins.speculative.ngram import NGramOptions
 
 
 class NGram(TokenDrafts):
-    """The ``protocols.SpeculativeAlgorithm`` of drafts copied from the row's own text."""
+    """The ``protocols.SpeculativeAlgorithm`` of drafts copied from the row's own text.
+
+    The text is searched at the end of a step, so that the host knows with the step's results
+    whether a row has drafts for its next one. A row without a match has none.
+    """
 
     def __init__(self, options: NGramOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(plan, worker)
         self._longest = options.prompt_lookup_max
         self._shortest = options.prompt_lookup_min
+        # simulated acceptance takes the drafts of all rows, whatever they are
+        self.ragged = options.simulate_accept_rates is None
         self._search = ngram_reference.ngram_branches
         if self._device.type == "cuda":
             from glowplug.kernels.speculation import ngram
 
             self._search = ngram.ngram_branches
+
+    def reserve(self, limits: Limits) -> None:
+        super().reserve(limits)
+        drafts = self._shape.tokens - 1
+        #: drafts of the largest size, in the order of ``propose``
+        self._found = torch.zeros(limits.rows, drafts, dtype=torch.int64, device=self._device)
+        #: number of matches from which they were copied
+        self._matches = torch.zeros(limits.rows, dtype=torch.int32, device=self._device)
 
     def parents(self, shape: DraftShape) -> list[int] | None:
         """Return the parents of the tokens of a tree.
@@ -40,10 +54,25 @@ class NGram(TokenDrafts):
         later = range(shape.steps + 1, shape.tokens)  # follow the tokens of the level before
         return [0, *best, *firsts, *later][: shape.tokens]
 
+    def foresee(self, tokens: Tensor, rows: Tensor, lengths: Tensor) -> Tensor | None:
+        self._found[rows], self._matches[rows] = self._drafts(tokens, rows, lengths, self._shape)
+        return self._matches[rows].clamp(max=1) * (self._shape.tokens - 1) if self.ragged else None
+
     def propose(self, tokens: Tensor, rows: Tensor, lengths: Tensor, shape: DraftShape) -> Tensor:
+        if shape.is_tree and shape != self._shape:
+            drafts = self._drafts(tokens, rows, lengths, shape)[0]
+        else:  # the best branch comes first, so that a chain is the beginning of it
+            drafts = self._found[rows, : shape.tokens - 1]
+        return drafts.where(self._matches[rows, None] > 0, ~drafts) if self.ragged else drafts
+
+    def _drafts(
+        self, tokens: Tensor, rows: Tensor, lengths: Tensor, shape: DraftShape
+    ) -> tuple[Tensor, Tensor]:
+        """Return the drafts of rows in the order of ``parents``, and the number of their matches.
+
+        Arguments as in ``propose``. They are int64 [n, W - 1] and int32 [n].
+        """
         lookup = Lookup(self._longest, self._shortest, shape.topk, shape.steps)
-        branches = self._search(tokens, rows, lengths, lookup)
-        if not shape.is_tree:
-            return branches[:, 0]
+        branches, matches = self._search(tokens, rows, lengths, lookup)
         best, others = branches[:, 0], branches[:, 1:].transpose(1, 2).flatten(1)
-        return torch.cat([best, others], 1)[:, : shape.tokens - 1]
+        return torch.cat([best, others], 1)[:, : shape.tokens - 1], matches

@@ -13,6 +13,8 @@ from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.speculation.verify import verify
 from glowplug.core.speculation.verify_host import verify_chain_host
 from glowplug.core.step.batch import Accepted, Batch
+from glowplug.core.step.draft_tree import DraftTree
+from glowplug.core.step.graph_pieces import GraphPieces
 from glowplug.core.step.to_device import kv_slots_at
 from glowplug.plugins.speculative.shared.draft_passes import DraftPasses
 from glowplug.plugins.speculative.shared.drafting import (
@@ -54,13 +56,15 @@ class Standalone(DraftPasses):
 
     # ---- drafts ----------------------------------------------------------------------------------
 
-    def draft(self, batch: Batch) -> Tensor:
-        tokens = super().draft(batch)
+    def _round(self, batch: Batch, pieces: GraphPieces) -> tuple[Tensor, DraftTree | None]:
+        tokens, batch.tree = super()._round(batch, pieces)
         if batch.num_decodes == batch.num_rows > 0:
-            self._store_last(batch, tokens)
-        return tokens
+            self._store_last(batch, pieces, tokens)
+        return tokens, batch.tree
 
     def _pause(self, batch: Batch) -> Tensor:
+        if not self._on_host:
+            self._place(batch)
         return self._last[batch.row_ids[: batch.num_decodes], None]
 
     def _forward(self, step: Batch, tokens: Tensor, hidden: Tensor | None) -> Tensor:
@@ -68,14 +72,15 @@ class Standalone(DraftPasses):
         result: Tensor = self._model.forward(step.input_ids, step.positions, step)
         return result
 
-    def _store_last(self, batch: Batch, tokens: Tensor) -> None:
+    def _store_last(self, batch: Batch, pieces: GraphPieces, tokens: Tensor) -> None:
         """Run the pass that stores the entries which the draft passes have not stored.
 
         Args:
             batch: The target's step, of decode rows only.
+            pieces: Runs the pass.
             tokens: The tokens of the step, [D, W].
         """
-        places = batch.pieces.run("last draft places", partial(self._last_places, batch))
+        places = pieces.run("last draft places", partial(self._last_places, batch))
         if isinstance(places, Batch):
             step = places
         elif batch.tree is None:
@@ -86,7 +91,7 @@ class Standalone(DraftPasses):
         piece = "last draft"
         self._plan(step, piece)
         fed = tokens[:, -1] if batch.tree is None else tokens.view(-1)
-        batch.pieces.run(piece, partial(self._forward, step, fed, None))
+        pieces.run(piece, partial(self._forward, step, fed, None))
 
     def _last_places(self, batch: Batch) -> DraftPositions | Batch:
         """Return the device fields of the last pass; for a chain on a CPU the whole batch."""

@@ -77,7 +77,8 @@ def _read(path: Path) -> Any:
 
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path}: larger than {MAX_BYTES >> 20} MiB")
-    proto = sentencepiece_model_pb2.ModelProto()
+    messages: Any = sentencepiece_model_pb2  # classes that are made at import
+    proto = messages.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
     except DecodeError as error:

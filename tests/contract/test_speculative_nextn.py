@@ -353,19 +353,42 @@ class Noting:
         return work()
 
 
-def test_each_pass_has_run_before_the_next_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention may use the same memory for the plan of every pass."""
+@pytest.mark.parametrize("on_device", [False, True])
+def test_each_pass_has_run_before_the_next_is_planned(
+    monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """Attention may use the same memory for the plan of every pass. If it plans on the device, all
+    passes are one piece, with a key for each plan.
+    """
     algorithm, draft = make(LIMITS, 3)
     noted: list[tuple[str, object]] = []
-    plan_step = draft.plan_step
+    plan_step, forward = draft.plan_step, algorithm._forward
 
     def planned(batch: Batch, graph: object | None) -> None:
         noted.append(("plan", graph))
         plan_step(batch, graph)
 
+    def passed(*args: Any) -> Any:
+        noted.append(("pass", len(args)))
+        return forward(*args)
+
     monkeypatch.setattr(draft, "plan_step", planned)
+    monkeypatch.setattr(algorithm, "_forward", passed)
+    if on_device:
+        asked: list[int] = []
+        plans = lambda first_key: asked.append(first_key) or True  # noqa: E731
+        monkeypatch.setattr(draft, "plans_on_device", plans, raising=False)
     batch = shifted(algorithm, [0, 1], [4, 4], [7, 11], [False, False], decodes=2)
     batch.pieces = Noting(noted)
     algorithm.draft(batch)
-    passes = [(kind, f"draft {number}") for number in (1, 2, 3) for kind in ("plan", "run")]
-    assert noted == [("run", "draft places"), *passes]
+    names = [f"draft {number}" for number in (1, 2, 3)]
+    if on_device:
+        expected = [("run", "drafts")]
+        expected += [step for name in names for step in (("plan", name), ("pass", 3))]
+        assert asked == [1], "the draft's cache has no entry for the first position"
+    else:
+        expected = [("run", "draft places")]
+        expected += [
+            step for name in names for step in (("plan", name), ("run", name), ("pass", 3))
+        ]
+    assert noted == expected

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.engine.runner import Runner
 from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape
+from glowplug.core.step.batch import Batch
+from glowplug.plugins.graphs.capture.decode_graph import DecodeGraph
 from tests.support.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +93,43 @@ def test_verification_and_drafts_are_replayed(tmp_path: Path, steps: int) -> Non
             assert [tokens(llm, count) for count in (1, 3, 9)] == plain
             captured = runner_of(llm).graphs._decode_graphs[DraftShape.chain(steps)]
             pieces = next(iter(captured.values())).pieces
-            assert {"draft places", f"draft {steps}", "forward", "accept greedy"} <= set(pieces)
+            assert pieces[:3] == ("drafts", "forward", "accept greedy")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_with_drafts_is_launched_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """It is three replays, and no call of the launch waits for the device."""
+    replays: list[str] = []
+    steps: list[list[str]] = []
+    run, launch = DecodeGraph.run, Runner.launch
+
+    def counted(graph: DecodeGraph, name: str, work: Any) -> Any:
+        replays.append(name)
+        return run(graph, name, work)
+
+    def checked(runner: Runner, batch: Batch) -> Any:
+        if batch.num_decodes < batch.num_rows or runner.graphs.graph_for(batch) is None:
+            return launch(runner, batch)
+        begun = len(replays)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(runner, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            steps.append(replays[begun:])
+
+    with engine(
+        folder_of(tmp_path, "v3"),
+        speculative={"use": "nextn", "adaptive": False, "steps": 3},
+        scheduler={"max_running_requests": 8, "overlap": overlap},
+    ) as llm:
+        monkeypatch.setattr(DecodeGraph, "run", counted)
+        monkeypatch.setattr(Runner, "launch", checked)
+        tokens(llm, 4)
+    assert len(steps) > 4
+    assert all(step == ["drafts", "forward", "accept greedy"] for step in steps)
 
 
 WAYS: list[dict[str, Any]] = [

@@ -21,8 +21,8 @@ LOOKUPS = [
 ]
 
 
-def by_definition(text: list[int], lookup: Lookup) -> list[list[int]]:
-    """Return the branches of a row, by the words of ``ngram_reference``."""
+def by_definition(text: list[int], lookup: Lookup) -> tuple[list[list[int]], int]:
+    """Return the branches and matches of a row, by the words of ``ngram_reference``."""
     last = len(text) - 1
     matches = []
     for end in range(last):
@@ -39,12 +39,13 @@ def by_definition(text: list[int], lookup: Lookup) -> list[list[int]]:
         branch = grown[len(text) :]
         if branch[0] not in [other[0] for other in branches] and len(branches) < lookup.topk:
             branches.append(branch)
+    count = len(branches)
     while len(branches) < lookup.topk:
         spare = text[-1]
         if branches:
             spare = min({*range(lookup.topk)} - {branch[0] for branch in branches})
         branches.append([spare] * lookup.steps)
-    return branches
+    return branches, count
 
 
 def rows_of_text(seed: int, columns: int) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -67,14 +68,14 @@ def check(
 ) -> None:
     for seed in range(seeds):
         table, rows, lengths = rows_of_text(seed, columns)
-        found = module.ngram_branches(
+        found, matches = module.ngram_branches(
             table.to(device),
             torch.tensor(rows, device=device),
             torch.tensor(lengths, device=device),
             lookup,
         )
-        assert found.dtype == torch.int64
-        assert found.tolist() == [
+        assert found.dtype == torch.int64 and matches.dtype == torch.int32
+        assert list(zip(found.tolist(), matches.tolist())) == [
             by_definition(table[row, :length].tolist(), lookup)
             for row, length in zip(rows, lengths)
         ]
@@ -98,10 +99,10 @@ def test_the_kernel_follows_the_definition(lookup: Lookup, monkeypatch: pytest.M
 
 def test_a_period_is_continued_behind_the_row() -> None:
     table = torch.tensor([[4, 7, 8, 7, 8, 7, 9, 9]], dtype=torch.int32)
-    found = ngram_reference.ngram_branches(
+    found, matches = ngram_reference.ngram_branches(
         table, torch.tensor([0]), torch.tensor([6]), Lookup(3, 1, 1, 5)
     )
-    assert found.tolist() == [[[8, 7, 8, 7, 8]]]
+    assert found.tolist() == [[[8, 7, 8, 7, 8]]] and matches.tolist() == [1]
 
 
 @pytest.mark.gpu
@@ -114,16 +115,16 @@ def test_the_kernel_is_captured_and_follows_lengths_on_the_device() -> None:
     ngram.ngram_branches(*held, lookup)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = ngram.ngram_branches(*held, lookup)
+        found, matches = ngram.ngram_branches(*held, lookup)
     for seed in (1, 2):
         table, rows, lengths = rows_of_text(seed, 5000)
         for mine, new in zip(held, (table, torch.tensor(rows), torch.tensor(lengths))):
             mine.copy_(new)
         graph.replay()
-        expected = ngram_reference.ngram_branches(
+        expected, counts = ngram_reference.ngram_branches(
             table, torch.tensor(rows), torch.tensor(lengths), lookup
         )
-        assert torch.equal(found.cpu(), expected)
+        assert torch.equal(found.cpu(), expected) and torch.equal(matches.cpu(), counts)
 
 
 SCRIPT = """
@@ -134,7 +135,7 @@ for topk, size in ((1, 1), (3, 4), (8, 8)):
     for parts in (1, 32):
         rows = dict(table="*i32", rows="*i64", lengths="*i64", keys="*i64")
         build(ngram._search, rows, dict(TOPK=topk, TOPK_SIZE=size, PARTS=parts, BLOCK=ngram.BLOCK))
-        build(ngram._merge, {**rows, "branches": "*i64"},
+        build(ngram._merge, {**rows, "branches": "*i64", "matches": "*i32"},
               dict(TOPK=topk, TOPK_SIZE=size, PARTS=parts, KEYS_SIZE=size * parts, STEPS_SIZE=16))
 """
 

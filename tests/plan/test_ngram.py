@@ -12,7 +12,7 @@ import pytest
 
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import HardwareFacts
-from glowplug.core.plugin.draft_shape import DraftShape
+from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape
 from glowplug.core.plugin.offers import AttentionOffers, Mode
 from glowplug.core.protocols import Limits, Worker
 from glowplug.core.testing.harness.build import make
@@ -45,6 +45,22 @@ def test_options_give_the_size_of_the_drafts(
     sizes = planned(ngram(**options)).sizes
     assert (sizes.draft_shape, sizes.width) == (shape, shape.tokens)
     assert (sizes.lookahead, sizes.draft_layers) == (0, 0)
+
+
+def test_drafts_of_one_size_alternate_with_none(planned: Planner) -> None:
+    """Steps without a match are plain ones, which are captured too. Simulated acceptance takes
+    drafts of all rows in all steps.
+    """
+    one = ngram(adaptive=False, steps=3)
+    full = DraftShape.chain(3)
+    assert planned(one).sizes.step_shapes == (NO_DRAFTS, full)
+    simulated = ngram(adaptive=False, steps=3, simulate_accept_rates=[0.5])
+    assert planned({**simulated, "benchmark": True}).sizes.step_shapes == (full,)
+    graphs = {"graphs": {"use": "cuda_graph"}, "scheduler": {"max_running_requests": 8}}
+    sheet = read_sheet("8xh200")
+    replayed = planned({**one, **graphs}, hardware=sheet)
+    (line,) = (line for line in replayed.budget if line.name == "graphs")
+    assert "each for 2 sizes of drafts" in line.how
 
 
 @pytest.mark.parametrize(
@@ -97,7 +113,7 @@ def test_the_budget_has_the_bytes_that_are_reserved(
     )
     algorithm.reserve(limits)
     tree = algorithm._tree_of_rows(sizes.draft_shape)
-    held = [algorithm._tokens, algorithm._computed]
+    held = [algorithm._tokens, algorithm._computed, algorithm._found, algorithm._matches]
     held += [tree.parents, tree.depths, tree.mask] if tree is not None else []
     spare = 0 if tree is not None else 3 * 8 * 7 * sizes.width  # bytes of trees that a chain lacks
     assert sum(part.nbytes for part in held) + spare == lines["draft state"]
@@ -133,8 +149,9 @@ def small_machine() -> HardwareFacts:
 
 
 def test_attention_without_draft_passes_is_enough(planned: Planner) -> None:
-    """There is no draft model, so attention has to run prefill and verify steps only."""
-    modes = dict.fromkeys((Mode.PREFILL, Mode.VERIFY), AttentionOffers().modes[Mode.VERIFY])
+    """There is no draft model, so attention has to run no draft passes."""
+    needed = (Mode.PREFILL, Mode.DECODE, Mode.VERIFY)
+    modes = dict.fromkeys(needed, AttentionOffers().modes[Mode.VERIFY])
     offers = AttentionOffers(kinds=frozenset({"mla"}), modes=modes, first_key=True)
     plugins = with_components(attention=[component("attention", "narrow", offers)])
     attention = {"attention": {"use": "narrow"}}

@@ -16,6 +16,8 @@ class ReplayingOptions(CudaGraphOptions):
     prefill: bool | None = False  #: only where a test requests it
     #: "mode rows piece", "pass tokens" or "extend tokens" whose capture fails
     breaks: str | None = None
+    #: attention plans on the device, so that the passes of a draft are one piece
+    one_piece: bool = True
     breaks_rank: int = 0  #: rank on which it fails
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.graph_pieces import ExtendWork
@@ -185,15 +186,23 @@ def _breaking(work: ExtendWork, tokens: int) -> ExtendWork:
     return dataclasses.replace(work, extend=extend)
 
 
+def _plans(first_key: int) -> bool:
+    """Return True, as attention does that plans on the device."""
+    return True
+
+
 class Replaying(CudaGraph):
     """A graph runner that counts replays and fails at a given capture."""
 
     def __init__(self, options: ReplayingOptions, plan: EnginePlan, worker: Worker) -> None:
         self.functions = Functions()
+        self.one_piece = options.one_piece
         self.breaks = options.breaks if worker.rank == options.breaks_rank else None
         self.threads = Threads(self.functions, self.breaks)
         super().__init__(options, plan, worker, self.functions, self.threads)
         self.filled: list[tuple[int, int]] = []  #: live rows and graph's rows of every step
+        self.drafts: list[DraftShape | None] = []  #: size of the drafts of each of these steps
+        self.begun: list[int] = []  #: replays before each of these steps
         self.passed: list[tuple[int, int]] = []  #: a step's tokens and its pass's
         self._extends = self.extends = _Extends(self.threads)
         NEWEST[:] = [self]
@@ -201,6 +210,10 @@ class Replaying(CudaGraph):
     def capture(self, steps: Any, report: Callable[[int, int], None]) -> None:
         # the code for a device of its own, whose lengths are not available on the host
         steps._on_host = steps.speculative._on_host = False
+        if self.one_piece:  # a replayed function plans anew, so that plain torch may be in it
+            for attention in (steps.attention, getattr(steps.speculative, "_attention", None)):
+                if attention is not None:
+                    attention.plans_on_device = _plans
         if self.breaks is not None and self.breaks.startswith("extend "):
             steps.draft_extend.work = _breaking(
                 steps.draft_extend.work, int(self.breaks.split()[1])
@@ -231,4 +244,6 @@ class Replaying(CudaGraph):
 
     def fill(self, graph: Any, batch: Batch) -> Batch:
         self.filled.append((batch.num_rows, graph.shape.rows))
+        self.drafts.append(graph.shape.drafts)
+        self.begun.append(self.functions.replays)
         return super().fill(graph, batch)

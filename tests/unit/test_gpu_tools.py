@@ -16,6 +16,7 @@ from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.moe import align as moe_align
 from tests.gpu import (
     combinations as gpu_combinations,
+    draft_rounds,
     logits as gpu_logits,
     matrix_run,
     sanitize as gpu_sanitize,
@@ -388,3 +389,21 @@ def test_a_choice_that_its_scores_do_not_explain_is_counted() -> None:
     )
     said, keys = gate_choices.flips(chosen(0), chosen(1))
     assert (said.flipped, said.unexplained, keys) == (1, 1, {(0, 1)})
+
+
+def test_rounds_of_drafts_are_measured_in_both_ways(tmp_path: Path) -> None:
+    """The program runs on a CPU over functions; there, its counts are those of graphs."""
+    folder = write_config(tmp_path / "v3", "v3", num_nextn_predict_layers=1, num_hidden_layers=2)
+    record = tmp_path / "x.json"
+    given = f"--model {folder} --weights random --device cpu --dtype float32 --output {record}"
+    sizes = "--steps 2 --batch 1 2 --input-len 5 --output-len 6 --vocabulary 60"
+    draft_rounds.main(f"{given} {sizes}".split())
+    found = json.loads(record.read_text())
+    assert found["command"].startswith("python -m tests.gpu.draft_rounds --model")
+    launches = [
+        (row["way"], row["batch"], row["launches_of_a_round"], row["launches_of_a_step"])
+        for row in found["rows"]
+    ]
+    one, each = draft_rounds.WAYS
+    assert launches == [(one, 1, 1, 3), (one, 2, 1, 3), (each, 1, 3, 5), (each, 2, 3, 5)]
+    assert all(row["step_ms"] > 0 for row in found["rows"])

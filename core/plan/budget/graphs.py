@@ -20,7 +20,7 @@ PER_SIZE = 5 * MIB // 8  #: bytes of the driver for sampling in the graphs of on
 #: bytes of the driver for a layer in the graphs of one batch size: parameters of its kernels
 PER_LAYER = MIB // 20
 PER_PIECE = 7 * MIB // 64  #: bytes of the driver for a layer of one token count, a graph of its own
-#: bytes of the driver for a further graph of one batch size: a draft's pass, or token positions
+#: bytes of the driver for a draft's pass, or token positions, in the graphs of one batch size
 PER_DRAFT = MIB // 3
 #: bytes of a token's id, position and kv slot, inputs of a draft's pass beside the hidden state
 EXTEND_INDEX_BYTES = 3 * 8
@@ -42,8 +42,9 @@ def driver_bytes(
         layers: number of layers of the model.
         counts: number of captured token counts of passes with prompts.
         drafts: number of passes of the draft model before a step, the mean over the captured
-            steps. Each pass has a graph. Two more graphs compute the positions of the draft's
-            tokens and of the step's tokens.
+            steps. Each pass counts like a graph, and so do the positions of the draft's tokens and
+            of the step's tokens, which were graphs of their own when this was fitted. They are one
+            where attention plans on the device, which takes no more.
         extends: number of token counts for which the draft's pass over a step's tokens is captured.
     """
     beside = drafts + 2 if drafts else 0

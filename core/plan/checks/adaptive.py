@@ -8,7 +8,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plan.checks.rules import reads
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.draft_costs import DraftCosts
-from glowplug.core.plugin.draft_shape import DraftShape, shorter_shapes
+from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape, shorter_shapes
 
 FIELD = "speculative.adaptive"
 TABLE = "speculative.cost_table"
@@ -18,7 +18,9 @@ TUNE = "glowplug tune speculative writes one"
 def possible_shapes(proposal: Proposal) -> tuple[DraftShape, ...]:
     """Return ``Decided.draft_shapes`` for the components chosen so far."""
     shape = proposal.values.draft_shape
-    return shorter_shapes(shape) if _adapts(proposal) else (shape,)
+    if _adapts(proposal):
+        return shorter_shapes(shape)
+    return (NO_DRAFTS, shape) if _foresees(proposal) else (shape,)
 
 
 def decide_adaptive(proposal: Proposal) -> None:
@@ -90,6 +92,17 @@ def _adapts(proposal: Proposal) -> bool:
         speculative is not None
         and speculative.offers.drafts
         and speculative.options.adaptive
+        and not _unable(proposal)
+    )
+
+
+def _foresees(proposal: Proposal) -> bool:
+    """Return whether steps none of whose rows has drafts are plain decoding steps."""
+    speculative = proposal.speculative
+    return (
+        speculative is not None
+        and speculative.offers.foresees
+        and speculative.options.simulate_accept_rates is None
         and not _unable(proposal)
     )
 

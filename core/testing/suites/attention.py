@@ -17,10 +17,10 @@ from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.protocols import AttentionBackend
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.suites.parts.attention_base import MhaCase as MhaCase, MlaCase as MlaCase
-from glowplug.core.testing.suites.parts.attention_trees import TreeSuite
+from glowplug.core.testing.suites.parts.attention_plans import PlanSuite
 
 
-class MlaSuite(TreeSuite):
+class MlaSuite(PlanSuite):
     """Tests of backends that offer kind "mla". The sizes may be overridden.
 
     ``merged``: the cache has one entry "kv": a token's latent, then its rotary part.
@@ -108,7 +108,7 @@ class MlaSuite(TreeSuite):
         return torch.einsum("htm,mhv->thv", causal_softmax(scores * layer.scale), value)
 
 
-class MhaSuite(TreeSuite):
+class MhaSuite(PlanSuite):
     """Tests of backends that offer kind "mha": MHA, GQA or MQA by ``heads`` and ``kv_heads``."""
 
     heads = 6

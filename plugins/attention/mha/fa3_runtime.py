@@ -66,6 +66,10 @@ class Fa3Mha(PagedMha):
         rows = decoding_rows(limits, self._plan, self._heads)
         self._buffers.reserve(self.reserves(rows), self._device)
 
+    def plans_on_device(self, first_key: int) -> bool:
+        """Return whether plans of captured decoding rows need no host; see ``AttentionBackend``."""
+        return True
+
     def plan_decode(self, batch: Batch, graph: object | None, rows: int, width: int) -> None:
         self._decoding = self._rows(batch, graph, 0, rows, self._buffers)
 

@@ -64,6 +64,10 @@ class TritonMha(PagedMha):
         self._decoding: _Rows | None = None
         self._prefilling: _Rows | None = None
 
+    def plans_on_device(self, first_key: int) -> bool:
+        """Return whether plans of captured decoding rows need no host; see ``AttentionBackend``."""
+        return True
+
     def plan_decode(self, batch: Batch, graph: object | None, rows: int, width: int) -> None:
         tree = None if batch.tree_mask is None else batch.tree_mask[:rows]
         found = self._measurements.find(rows, width, self._context)

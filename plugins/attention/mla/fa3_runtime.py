@@ -63,6 +63,10 @@ class Fa3Mla(PagedMla):
             self.reserves(decoding_rows(limits, self._plan, self._heads)), self._device
         )
 
+    def plans_on_device(self, first_key: int) -> bool:
+        """Return whether plans of captured decoding rows need no host; see ``AttentionBackend``."""
+        return True
+
     def plan_decode(
         self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:

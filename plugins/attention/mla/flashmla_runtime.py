@@ -62,6 +62,10 @@ class FlashMla(Fa3Mla):
         super().reserve(limits)
         self._fp8 = any(kv.dtype is torch.float8_e4m3fn for kv in self._kv)
 
+    def plans_on_device(self, first_key: int) -> bool:
+        """Return whether plans of captured decoding rows need no host; see ``AttentionBackend``."""
+        return first_key > 0  # by FlashAttention-3
+
     def plan_decode(
         self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:

@@ -39,6 +39,10 @@ class HopperMla(FlashMla):
     def reserves(self, step: DecodingRows) -> int:
         return no_bytes(step)
 
+    def plans_on_device(self, first_key: int) -> bool:
+        """Return whether plans of captured decoding rows need no host; see ``AttentionBackend``."""
+        return self._triton_only or first_key > 0
+
     def plan_decode(
         self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:

@@ -63,6 +63,10 @@ class TritonMla(PagedMla):
         self.tile: MlaTiling | None = None
         self.used: MlaTiling | None = None
 
+    def plans_on_device(self, first_key: int) -> bool:
+        """Return whether plans of captured decoding rows need no host; see ``AttentionBackend``."""
+        return True
+
     def plan_decode(
         self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,11 @@ from glowplug.core.protocols import (
     Worker,
 )
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.speculation.places import place_tokens
 from glowplug.core.speculation.tree_growth import Growth, first_growth, grown_tree, next_growth
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.draft_tree import DraftTree
+from glowplug.core.step.graph_pieces import DIRECT, GraphPieces
 from glowplug.core.step.to_device import send
 from glowplug.plugins.speculative.knobs import KnobOptions
 from glowplug.plugins.speculative.shared.drafting import (
@@ -139,18 +141,45 @@ class DraftPasses:
         agreed = batch.agreed if self._grouped else None
         if not (batch.num_decodes if agreed is None else agreed.decodes):
             return self._last.new_empty(0, shape.tokens)
-        run = batch.pieces.run
+        if self._in_one_piece():
+            name = "drafts" if shape.steps else "no drafts"
+            tokens, batch.tree = batch.pieces.run(name, partial(self._placed_round, batch))
+            batch.placed = not self._on_host
+        else:
+            tokens, batch.tree = self._round(batch, batch.pieces)
+            batch.placed = not (self._on_host or shape.is_tree)
+        return tokens
+
+    def _in_one_piece(self) -> bool:
+        """Return whether the passes of a round are one piece, and so one graph.
+
+        They are if the draft's attention plans them without the host; else each pass is a piece.
+        """
+        plans: Callable[[int], bool] | None = getattr(self._attention, "plans_on_device", None)
+        return plans is not None and plans(self.first_key)
+
+    def _placed_round(self, batch: Batch) -> tuple[Tensor, DraftTree | None]:
+        """Run a round and set the places of its tokens; the result is that of :meth:`_round`."""
+        tokens, batch.tree = self._round(batch, DIRECT)
+        if batch.tree is not None and not self._on_host:
+            place_tokens(batch, self.known_lengths(batch), self._page_size)
+        return tokens, batch.tree
+
+    def _round(self, batch: Batch, pieces: GraphPieces) -> tuple[Tensor, DraftTree | None]:
+        """Return the tokens of each row's verify step, [D, W], and their trees.
+
+        ``pieces``: runs the parts of the round.
+        """
+        shape = self._shape_of(batch)
         if not shape.steps:
-            return run("no drafts", partial(self._pause, batch))
-        begun = run("draft places", partial(self._begin, batch))
-        batch.placed = not (self._on_host or shape.is_tree)
+            return pieces.run("no drafts", partial(self._pause, batch)), None
+        begun = pieces.run("draft places", partial(self._begin, batch))
         if shape.is_tree:
-            tokens, batch.tree = self._draft_tree(batch, *begun)
-            return tokens
-        return self._draft_chain(batch, *begun)
+            return self._draft_tree(batch, pieces, *begun)
+        return self._draft_chain(batch, pieces, *begun), None
 
     def _pause(self, batch: Batch) -> Tensor:
-        """Return the newest tokens of a step without drafts, [D, 1]."""
+        """Return the newest tokens of a step without drafts, [D, 1], and on a GPU place them."""
         raise NotImplementedError
 
     def _states(self, rows: Tensor) -> Tensor | None:
@@ -189,6 +218,7 @@ class DraftPasses:
     def _draft_chain(
         self,
         batch: Batch,
+        pieces: GraphPieces,
         drafted: Tensor,
         hidden: Tensor | None,
         passes: Sequence[DraftPositions | Batch],
@@ -197,6 +227,7 @@ class DraftPasses:
 
         Args:
             batch: The target's step.
+            pieces: Runs the passes.
             drafted: The rows' newest tokens, [D, 1].
             hidden: Hidden states of the tokens before them.
             passes: Batch of each pass, or its device fields.
@@ -206,9 +237,7 @@ class DraftPasses:
             step = at if isinstance(at, Batch) else next_draft_batch(batch, number, at, width)
             piece = f"draft {number}"
             self._plan(step, piece)
-            hidden, drafted = batch.pieces.run(
-                piece, partial(self._chain_pass, step, drafted, hidden)
-            )
+            hidden, drafted = pieces.run(piece, partial(self._chain_pass, step, drafted, hidden))
         return drafted
 
     def _plan(self, step: Batch, piece: str) -> None:
@@ -231,6 +260,7 @@ class DraftPasses:
     def _draft_tree(
         self,
         batch: Batch,
+        pieces: GraphPieces,
         newest: Tensor,
         hidden: Tensor | None,
         passes: Sequence[DraftPositions],
@@ -250,7 +280,7 @@ class DraftPasses:
             piece = f"draft {number}"
             self._plan(step, piece)
             work = partial(self._tree_pass, step, number, shape, newest, hidden, growth)
-            hidden, growth, tree = batch.pieces.run(piece, work)
+            hidden, growth, tree = pieces.run(piece, work)
         assert tree is not None, "the last pass returns the trees"
         return tree
 

@@ -106,7 +106,6 @@ class ModelDrafts(DraftPasses):
             self._draft_extend.call(*pending.entries())
             pending.clear()
         tokens = super().draft(batch)
-        batch.placed = batch.placed or not (self._on_host or self._shape_of(batch).steps)
         if pending is not None and keeps:
             pending.count(batch)
         return tokens
