@@ -120,7 +120,7 @@ def _times(path: Path, part: str, found: Mapping[str, Any]) -> Times:
     slowest: dict[str, tuple[float, int]] = {}
     for count, known in times.items():
         for way, spent in known.items():
-            most, at = slowest.get(way, (0.0, size))
+            most, at = slowest.get(way, (0.0, count))
             if spent < LEAST_SHARE * most:
                 raise NoTable(
                     f"{path} has times that fall: {part} by {way} of {count} takes {spent:g} us, "
