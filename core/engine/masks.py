@@ -199,9 +199,7 @@ class StepMasks:
         if self._sampling:
             self._unread.append(UnreadStep(inflight, self._sampling))
         if self.forced is not None and self._batch is not None:
-            inflight.forced = self.forced.keep(
-                self._batch.rows.tolist(), inflight.accepted.counts
-            )
+            inflight.forced = self.forced.keep(self._batch.rows.tolist(), inflight.accepted.counts)
 
     # ---- inside ----------------------------------------------------------------------------------
 
