@@ -61,10 +61,16 @@ class InFlight:
         if accepted.logprobs is not None:
             token, top_ids, top = (part[: rows * accepted.tokens.shape[1]] for part in further)
             scores = token, top_ids, top
-        if ahead is not None and self.forced:
-            ahead = ahead.copy()
-            ahead[self.forced] = np.maximum(ahead[self.forced], 1)
+        ahead = self._with_forced(ahead)
         return StepResult(tokens, counts, bad, scores, self.prompt_logprobs, drafts, ahead)
+
+    def _with_forced(self, drafts: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+        """Return ``drafts`` [B] with at least one in each row that has forced tokens."""
+        if drafts is None or not self.forced:
+            return drafts
+        drafts = drafts.copy()
+        drafts[self.forced] = np.maximum(drafts[self.forced], 1)
+        return drafts
 
 
 def tensors_of(accepted: Accepted) -> list[torch.Tensor]:

@@ -151,24 +151,20 @@ class SpeculativeOffers(Offers):
     """Capabilities and needs of a speculative algorithm.
 
     Attributes:
-        drafts: it drafts tokens; False for plain decoding, whose width is 1.
+        drafts: it drafts tokens; False: plain decoding, of width 1.
         tree: its drafted tokens form a tree, so verify steps need tree masks.
-        nextn_layer: it needs a multi-token-prediction layer, of the checkpoint itself or of a draft
-            folder.
+        nextn_layer: it needs a multi-token-prediction layer, of the checkpoint or a draft folder.
         eagle_head: it needs an EAGLE head, in a draft folder.
-        whole_model: it needs a whole model, in a draft folder, which has attention and a KV cache
-            of its own.
+        whole_model: it needs a whole model, in a draft folder, with attention and a KV cache of
+            its own.
         first_key: its draft's cache has no entry for the first position, so attention must observe
             ``Batch.first_key``.
         simulates: its drafts are verified by ``core.speculation.verify``, or it applies
-            ``Batch.simulated`` in a verification of its own.
+            ``Batch.simulated`` itself.
         reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
             beside the KV cache and the states of pages; None for 0 bytes.
         adapts: its methods follow ``Batch.draft_shape`` of each step, also without drafts.
-        foresees: ``accept`` returns the number of drafts of the next step
-            (``Accepted.next_drafts``), unless acceptance is simulated. A step none of whose rows
-            has drafts is then a plain decoding step, also with drafts of one size. It also
-            ``adapts``.
+        foresees: it sets ``Accepted.next_drafts``, and it ``adapts``.
     """
 
     adapts: bool = False

@@ -146,12 +146,7 @@ class TokenDrafts(ABC):
         if batch.num_decodes < batch.num_rows:
             places = np.flatnonzero(batch.samples[batch.num_decodes :]) + batch.num_decodes
             ends = send([places.astype(np.int64)], self._device)[0]
-        width = self._shape_of(batch).tokens
-        chain = width > 1 and batch.tree is None
-        if self._on_host and chain and batch.num_decodes == batch.num_rows > 0:
-            accepted = verify_chain_host(logits, batch, width, sampler)
-        else:
-            accepted = verify(logits, batch, width, ends, sampler)
+        accepted = self._verified(logits, batch, ends, sampler)
         self._keep_decoded(batch, accepted)
         if ends is not None:
             rows = batch.row_ids[ends]
@@ -160,6 +155,16 @@ class TokenDrafts(ABC):
             self._computed[rows] = lengths.int()
         accepted.next_drafts = self._foreseen(batch, ends)
         return accepted
+
+    def _verified(
+        self, logits: Tensor, batch: Batch, ends: Tensor | None, sampler: Sampler
+    ) -> Accepted:
+        """Return the tokens accepted in a step; arguments as in ``verify``."""
+        width = self._shape_of(batch).tokens
+        chain = width > 1 and batch.tree is None
+        if self._on_host and chain and batch.num_decodes == batch.num_rows > 0:
+            return verify_chain_host(logits, batch, width, sampler)
+        return verify(logits, batch, width, ends, sampler)
 
     def _foreseen(self, batch: Batch, ends: Tensor | None) -> Tensor | None:
         """Return ``Accepted.next_drafts`` of a step whose tokens are stored.

@@ -7,7 +7,6 @@ the same time, and a second kernel merges what the parts have found.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -139,11 +138,11 @@ def ngram_branches(
     """
     count, columns = len(rows), tokens.shape[1]
     topk, parts = lookup.topk, parts_of(columns)
-    branches = torch.empty(count, topk, lookup.steps, dtype=torch.int64, device=tokens.device)
-    matches = torch.empty(count, dtype=torch.int32, device=tokens.device)
+    branches = rows.new_empty(count, topk, lookup.steps)
+    matches = tokens.new_empty(count)
     if not count:
         return branches, matches
-    keys = torch.empty(count, parts, topk, dtype=torch.int64, device=tokens.device)
+    keys = rows.new_empty(count, parts, topk)
     size = next_power_of_2(topk)
     _search[(count, parts)](
         tokens,

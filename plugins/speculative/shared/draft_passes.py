@@ -17,7 +17,6 @@ from glowplug.core.protocols import (
     Collectives,
     Limits,
     Sampler,
-    SlicedVocabulary,
     Worker,
 )
 from glowplug.core.protocols.build_context import BuildContext
@@ -28,10 +27,10 @@ from glowplug.core.step.draft_tree import DraftTree
 from glowplug.core.step.graph_pieces import DIRECT, GraphPieces
 from glowplug.core.step.to_device import send
 from glowplug.plugins.speculative.knobs import KnobOptions
+from glowplug.plugins.speculative.shared.draft_head import DraftHead
 from glowplug.plugins.speculative.shared.drafting import (
     DraftPositions,
     NewestTokens,
-    best_of_slices,
     draft_positions,
     next_draft_batch,
     repeated_padding,
@@ -42,7 +41,7 @@ from glowplug.plugins.speculative.shared.host_chain import next_draft_batch_host
 from glowplug.plugins.speculative.shared.own_cache import OwnCache
 
 
-class DraftPasses:
+class DraftPasses(DraftHead):
     """The base of speculative algorithms with a draft model.
 
     A step begins with the draft passes. The first one computes each row's newest token, the others
@@ -58,7 +57,6 @@ class DraftPasses:
 
     passes_rows = True
     first_key = 0  #: first position with an entry in the draft's cache (``Batch.first_key``)
-    _model: Any  #: the draft model
     _attention: AttentionBackend  #: its attention
     _collectives: Collectives  #: those of its head
     _own_cache: OwnCache | None = None  #: its KV pool, if attention is its own
@@ -66,7 +64,7 @@ class DraftPasses:
     def __init__(self, options: KnobOptions, plan: EnginePlan, worker: Worker) -> None:
         self._options = options
         self._leads = worker.rank == 0
-        self._frequent: FrequentTokens | None = None
+        self._frequent = None
         self._shape = plan.sizes.draft_shape
         self._shapes = plan.sizes.draft_shapes
         self._page_size = plan.sizes.page_size
@@ -318,52 +316,6 @@ class DraftPasses:
             hidden: Hidden states that the tokens continue; None if the draft continues none.
         """
         raise NotImplementedError
-
-    def _likely(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the ``count`` most likely tokens after hidden states [N, hidden].
-
-        Returns:
-            Token ids int64 and log-probabilities float32, each [N, count].
-        """
-        logits = self.draft_logits(hidden)
-        best = logits.topk(count, -1)
-        return self.target_ids(best.indices), best.values - logits.logsumexp(-1, keepdim=True)
-
-    def _most_likely(self, hidden: Tensor) -> Tensor:
-        """Return the index in ``draft_logits`` of the most likely token, int64 [N].
-
-        ``hidden``: hidden states of a draft pass, [N, hidden].
-        """
-        head = self.sliced_head()
-        if head is None or head.slices is None:
-            return self.draft_logits(hidden).argmax(-1)
-        read = hidden if self._frequent is None else self._head_input(hidden)
-        return best_of_slices(head.sliced_logits(read), head.slices, self._arrived)
-
-    def draft_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of the tokens that drafts choose from, float32 [N, C].
-
-        ``hidden``: hidden states of a draft pass, [N, hidden].
-        """
-        logits: Tensor
-        if self._frequent is None:
-            logits = self._model.logits(hidden)
-        else:
-            logits = self._frequent.head.forward(self._head_input(hidden))
-        return logits
-
-    def sliced_head(self) -> SlicedVocabulary | None:
-        """Return the head of ``draft_logits``; None if it cannot return a rank's slice of them."""
-        head = self._model if self._frequent is None else self._frequent.head
-        return head if isinstance(head, SlicedVocabulary) else None
-
-    def _head_input(self, hidden: Tensor) -> Tensor:
-        """Return what the draft's head reads of hidden states; they themselves by default."""
-        return hidden
-
-    def target_ids(self, ids: Tensor) -> Tensor:
-        """Return the target's ids of indices into ``draft_logits``."""
-        return ids if self._frequent is None else self._frequent.head.ids[ids]
 
     # ---- acceptance ------------------------------------------------------------------------------
 

@@ -48,16 +48,20 @@ class PlanSuite(TreeSuite):
         if not kept:
             pytest.skip("this backend plans on the host")
         for first_key in kept:
-            generator = torch.Generator().manual_seed(first_key)
-            world = make_world([Row(n + 1, 1) for n in (4, 16, 33)], self.page_size, 8)
-            world.batch.first_key = first_key
-            layer = self.layer(generator)
-            args = self.arguments(world, generator)
-            world.move(self.device, self.cached)
-            backend = self.backend(self.page_size)
-            backend.reserve(world.limits())
-            absent: Any = Absent()
-            world.batch.kv_lens = world.batch.pages = absent
-            with unread_tensors():
-                backend.plan_step(world.batch, "a graph")
-            self.close(self.run(backend, layer, args), self.expected(world, layer, args))
+            self.check_plan(first_key)
+
+    def check_plan(self, first_key: int) -> None:
+        """Compare a step that is planned on the device with the definition."""
+        generator = torch.Generator().manual_seed(first_key)
+        world = make_world([Row(n + 1, 1) for n in (4, 16, 33)], self.page_size, 8)
+        world.batch.first_key = first_key
+        layer = self.layer(generator)
+        args = self.arguments(world, generator)
+        world.move(self.device, self.cached)
+        backend = self.backend(self.page_size)
+        backend.reserve(world.limits())
+        absent: Any = Absent()
+        world.batch.kv_lens = world.batch.pages = absent
+        with unread_tensors():
+            backend.plan_step(world.batch, "a graph")
+        self.close(self.run(backend, layer, args), self.expected(world, layer, args))
