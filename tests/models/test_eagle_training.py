@@ -118,7 +118,7 @@ def test_the_loss_falls(target: Path) -> None:
     reader = weight_reader(plan, load_plugins([]))
     torch.manual_seed(0)
     trainer = HeadTrainer(
-        LlamaTarget(plan.facts.model, reader, "cpu"), head_of(plan), "cpu", rate=2e-2
+        LlamaTarget(plan.facts.model, reader, "cpu"), head_of(plan), "cpu", 2e-2, torch.float32
     )
     rng = torch.Generator().manual_seed(1)
     made = [torch.randint(2, VOCAB, (40,), generator=rng).tolist() for _ in range(3)]

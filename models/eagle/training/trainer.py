@@ -95,15 +95,29 @@ class HeadTarget(Protocol):
 
 
 class HeadTrainer:
-    """Target, head and optimizer, with one training step."""
+    """Target, head and optimizer, with one training step.
+
+    Args:
+        target: the target.
+        head: the head to train.
+        device: torch device of both.
+        rate: peak learning rate.
+        dtype: dtype of products; bfloat16 is slow on CPUs without instructions for it.
+    """
 
     def __init__(
-        self, target: HeadTarget, head: TrainingEagleHead, device: str, rate: float
+        self,
+        target: HeadTarget,
+        head: TrainingEagleHead,
+        device: str,
+        rate: float,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.device = device
+        self._narrow = dtype != torch.float32
         self.target = target
         self.head = head.to(device)
-        self.optimizer = Optimizer(self.head, rate)
+        self.optimizer = Optimizer(self.head, rate, dtype)
 
     def step(self, rows: ConversationRows, factor: float) -> Tensor:
         """Update the head with ``rows``, at ``factor`` times the peak rate; return the loss."""
@@ -122,7 +136,8 @@ class HeadTrainer:
         chosen = _chosen(kept)
         mask = _mask(documents)
         target = self.target
-        with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16):
+        kind = torch.device(self.device).type
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=self._narrow):
             embedded, features, normed = target.states(tokens, mask)
             results = self.head(embedded, features, target.frequencies, mask, chosen, PASSES)
             for number, hidden in enumerate(results, 1):

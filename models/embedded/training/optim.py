@@ -9,11 +9,14 @@ from torch import Tensor, nn
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalize(updates: Tensor, steps: int = 5) -> Tensor:
-    """Return approximations of the nearest orthogonal matrices of a stack [n, rows, cols]."""
+def orthogonalize(updates: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return approximations of the nearest orthogonal matrices of a stack [n, rows, cols].
+
+    ``dtype``: dtype of the computation.
+    """
     a, b, c = NEWTON_SCHULZ
     tall = updates.shape[-2] > updates.shape[-1]
-    x = (updates.mT if tall else updates).bfloat16()
+    x = (updates.mT if tall else updates).to(dtype)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
@@ -30,7 +33,9 @@ class Muon:
         rate: float,
         momentum: float = 0.95,
         decay: float = 0.05,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        self.dtype = dtype
         self.rate = rate
         self.momentum = momentum
         self.decay = decay
@@ -49,7 +54,9 @@ class Muon:
             gradients = [p.grad for p in group if p.grad is not None]
             torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
             mixed = torch._foreach_lerp(gradients, buffers, self.momentum)
-            updates = orthogonalize(torch.cat([m.reshape(-1, *shape) for m in mixed]))
+            updates = orthogonalize(
+                torch.cat([m.reshape(-1, *shape) for m in mixed]), dtype=self.dtype
+            )
             sizes = [p.numel() // (shape[0] * shape[1]) for p in group]
             pieces = [u.view_as(p) for u, p in zip(updates.split(sizes), group, strict=True)]
             weights: list[Tensor] = list(group)
@@ -60,14 +67,14 @@ class Muon:
 class Optimizer:
     """Muon on the projections; AdamW on embeddings, heads, routers and norms."""
 
-    def __init__(self, model: nn.Module, rate: float) -> None:
+    def __init__(self, model: nn.Module, rate: float, dtype: torch.dtype = torch.bfloat16) -> None:
         plain = ("embed_tokens", "lm_head", "gate.weight", "norm")
         named = list(model.named_parameters())
         matrices = [
             p for name, p in named if p.ndim >= 2 and not any(word in name for word in plain)
         ]
         chosen = {id(p) for p in matrices}
-        self.muon = Muon(matrices, rate)
+        self.muon = Muon(matrices, rate, dtype=dtype)
         rest = [p for _, p in named if id(p) not in chosen]
         self.rate = rate
         self.adam = torch.optim.AdamW(
