@@ -360,11 +360,12 @@ class CollectiveOffers(Offers):
             memory does not have.
         sums_in_norm: sums over the ranks are computed by the next norm, and so are the sums of
             ``Parts`` before them.
-        buffer_bytes: function from the largest exchanges to the bytes of its buffers on a device;
-            None for none.
+        buffer_bytes: function from the largest exchanges to the bytes of its buffers; or None.
         library_bytes: the same for what its library (NCCL) allocates, an estimate.
         expert_rows: it has the method ``expert_rows``, through which tokens go only to the ranks of
             their experts.
+        keeps_times: ``"package.module:function"`` that keeps a record of ``bench kernels
+            --collectives`` as a table and returns its file or None; "" for none.
     """
 
     ranks: bool = False
@@ -373,6 +374,7 @@ class CollectiveOffers(Offers):
     buffer_bytes: Callable[[ExchangeSizes], int] | None = None
     library_bytes: Callable[[ExchangeSizes], int] | None = None
     expert_rows: bool = False
+    keeps_times: str = ""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from glowplug.entrypoints.bench.others.conditions import conditions
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.floor import card_bandwidth
 from glowplug.entrypoints.bench.ranks import collectives, tables
-from glowplug.entrypoints.bench.ranks.saved_table import save_table
+from glowplug.entrypoints.bench.ranks.kept_table import save_table
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
@@ -103,8 +103,7 @@ def run(args: argparse.Namespace) -> int:
     for label, why in (found["refused"] | failed).items():
         print(f"not measured: {label}: {why}")
     if args.collectives and args.save_table:
-        path = save_table(found)
-        print(f"table: {path}" if path else "no table: neither sums nor exchanges were measured")
+        print(save_table(found, plugins))
     if args.output_file:
         report.write_json(Path(args.output_file), found)
     return 1 if failed else 0

@@ -107,27 +107,35 @@ def _times(path: Path, part: str, found: Mapping[str, Any]) -> Times:
     Raises:
         NoTable: a size or a time is no positive number, or a larger size takes much less time.
     """
-    times: dict[int, dict[str, float]] = {}
+    times: dict[int, Mapping[str, float]] = {}
     for size, row in found.items():
-        if not size.isdecimal() or not int(size) or not isinstance(row, dict):
+        fits = size.isdecimal() and int(size) and isinstance(row, dict)
+        if not fits or not all(map(_is_time, row.values())):
             raise NoTable(f"{path} is no table of exchanges: {part} of {size}")
-        for way, spent in row.items():
-            number = isinstance(spent, int | float) and not isinstance(spent, bool)
-            if not number or not math.isfinite(spent) or spent <= 0:
-                raise NoTable(f"{path} is no table of exchanges: {part} of {size} by {way}")
         times[int(size)] = row
     times = dict(sorted(times.items()))
+    _check_rise(path, part, times)
+    return times
+
+
+def _is_time(spent: Any) -> bool:
+    """Return whether ``spent`` is a positive number."""
+    number = isinstance(spent, int | float) and not isinstance(spent, bool)
+    return number and math.isfinite(spent) and spent > 0
+
+
+def _check_rise(path: Path, part: str, times: Times) -> None:
+    """Raise NoTable if a larger size takes much less time than a smaller one."""
     slowest: dict[str, tuple[float, int]] = {}
-    for count, known in times.items():
-        for way, spent in known.items():
-            most, at = slowest.get(way, (0.0, count))
+    for size, row in times.items():
+        for way, spent in row.items():
+            most, at = slowest.get(way, (0.0, size))
             if spent < LEAST_SHARE * most:
                 raise NoTable(
-                    f"{path} has times that fall: {part} by {way} of {count} takes {spent:g} us, "
+                    f"{path} has times that fall: {part} by {way} of {size} takes {spent:g} us, "
                     f"of {at} {most:g} us"
                 )
-            slowest[way] = max((most, at), (spent, count))
-    return times
+            slowest[way] = max((most, at), (spent, size))
 
 
 def fastest_up_to(times: Times, way: str, others: Collection[str], above: int = 0) -> int:

@@ -28,7 +28,7 @@ from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.collectives.peer_experts import PeerExpertRows, expert_buffer_size
 from glowplug.plugins.collectives.peer_group import Alarm, PeerGroup
 from glowplug.plugins.collectives.peer_memory import PeerMemoryOptions
-from glowplug.plugins.collectives.peer_sizes import peer_sizes, sum_limits
+from glowplug.plugins.collectives.peer_sizes import SumLimits, peer_sizes, sum_limits
 from glowplug.plugins.collectives.torch_distributed_runtime import Nccl
 
 logger = logging.getLogger("glowplug")
@@ -87,13 +87,7 @@ class PeerMemory(Nccl):
         self._peers: dict[tuple[int, ...], PeerGroup] = {}
         self._expert_rows: dict[tuple[Any, ...], PeerExpertRows] = {}
         self._alarm = Alarm(torch.device(worker.device))
-        devices = plan.facts.hardware.devices
-        card = devices[0].name if devices else ""
-        self._limits = {
-            members: sum_limits(len(members), options.all_reduce, card, plan.dtype)
-            for members in set(self._members.values())
-        }
-        self._compare_tables(card, plan.dtype)
+        self._limits = self._agreed_limits(options.all_reduce, plan)
         reason = self._connect(plan, options.timeout)
         # NOTE: ranks exchange in the same way or they would wait for each other for ever
         reasons = [found.decode() for found in self.all_gather_bytes(reason.encode())]
@@ -108,19 +102,26 @@ class PeerMemory(Nccl):
             if members in self._peers
         }
 
-    def _compare_tables(self, card: str, dtype: str) -> None:
-        """Raise an error if the ranks read different tables of measured exchanges.
+    def _agreed_limits(self, way: str, plan: EnginePlan) -> dict[tuple[int, ...], SumLimits]:
+        """Return the limits of all-reduces of each group, equal on all ranks.
 
         Raises:
             GlowplugError: a table has changed while the ranks read it, or their folders differ.
         """
-        table = exchange_table(card, self._ranks, dtype).table
-        read = hashlib.sha256(repr((sorted(self._limits.values()), table)).encode()).digest()
+        devices = plan.facts.hardware.devices
+        card = devices[0].name if devices else ""
+        found = {
+            members: sum_limits(len(members), way, card, plan.dtype)
+            for members in set(self._members.values())
+        }
+        table = exchange_table(card, self._ranks, plan.dtype).table
+        read = hashlib.sha256(repr((sorted(found.values()), table)).encode()).digest()
         if len(set(self.all_gather_bytes(read))) > 1:
             raise GlowplugError(
                 "ranks read different tables of measured exchanges: start again, with the same "
                 "GLOWPLUG_CONFIG_DIR for all ranks"
             )
+        return found
 
     def _connect(self, plan: EnginePlan, limit: float) -> str:
         """Connect this rank to its peers on every mesh axis.

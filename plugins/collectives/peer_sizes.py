@@ -7,6 +7,7 @@ from typing import NamedTuple
 from glowplug.core.plugin.byte_costs import ExchangeSizes
 from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words
 from glowplug.kernels.collectives.exchange_tables import (
+    Times,
     exchange_table,
     fastest_up_to,
 )
@@ -114,11 +115,16 @@ def sum_limits(ranks: int, way: str = "auto", card: str = "", dtype: str = "") -
         lacks = "" if found.table is None else ", without sums of every way"
         why = f"{found.why}{lacks}: default"
         return SumLimits(one_shot_bytes(ranks), TWO_SHOT_BYTES, why)
+    return SumLimits(*_measured_limits(times), found.why)
+
+
+def _measured_limits(times: Times) -> tuple[int, int]:
+    """Return the largest tensors for one shot and for two, from times of every way."""
     one = fastest_up_to(times, WAYS[ONE_SHOT], [WAYS[TWO_SHOT], LIBRARY])
     two = fastest_up_to(times, WAYS[TWO_SHOT], [LIBRARY], above=one)
     if two > one and two == max(times):  # nothing larger was measured
         two = TWO_SHOT_BYTES
-    return SumLimits(min(one, TWO_SHOT_BYTES), min(two, TWO_SHOT_BYTES), found.why)
+    return min(one, TWO_SHOT_BYTES), min(two, TWO_SHOT_BYTES)
 
 
 def peer_sizes(ranks: int, hidden: int, tokens: int, limits: SumLimits | None = None) -> PeerSizes:

@@ -20,7 +20,7 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import CollectiveOffers, GraphOffers, ParallelOffers
 from glowplug.core.plugin.options import ParallelOptions
 from glowplug.kernels.collectives.buffer_sizes import WORD_BYTES, buffer_words, token_words
-from glowplug.kernels.collectives.exchange_tables import exchange_table, fastest_up_to
+from glowplug.kernels.collectives.exchange_tables import FoundTable, exchange_table, fastest_up_to
 from glowplug.plugins.parallel.expert_placement import Placement
 from glowplug.plugins.parallel.placement_check import (
     balance_remark,
@@ -131,7 +131,11 @@ def chosen_exchange(sizes: ExchangeSizes, pushes: bool) -> ChosenExchange:
         return ChosenExchange(named, 0)
     if tp == 1 or not pushes or not sizes.card or tokens_stay(sizes.options, sizes.mesh):
         return ChosenExchange(ALL_GATHER, 0, DEFAULT_REASON)
-    found = exchange_table(sizes.card, tp, sizes.dtype)
+    return _measured_exchange(sizes, exchange_table(sizes.card, tp, sizes.dtype))
+
+
+def _measured_exchange(sizes: ExchangeSizes, found: FoundTable) -> ChosenExchange:
+    """Return the fastest exchange by a table, or the default where there is none."""
     if found.table is None or not found.table.exchange:
         lacks = "" if found.table is None else ", without exchanges of experts' tokens"
         return ChosenExchange(ALL_GATHER, 0, f"{DEFAULT_REASON}; {found.why}{lacks}: default")

@@ -86,12 +86,16 @@ def test_ranks_that_read_different_tables_do_not_start(folder: Path) -> None:
             others.append(data)
             return others
 
-        held: Any = SimpleNamespace(_limits={}, _ranks=4, all_gather_bytes=gather)
-        PeerMemory._compare_tables(held, CARD, "bfloat16")
+        members = {"tp": (0, 1, 2, 3)}
+        held: Any = SimpleNamespace(_members=members, _ranks=4, all_gather_bytes=gather)
+        plan = bare_plan()
+        facts = replace(plan.facts, hardware=read_sheet("8xh200"))
+        limits = PeerMemory._agreed_limits(held, "auto", replace(plan, facts=facts))
+        assert limits[members["tp"]].one_shot == 384 << 10
 
     seen: list[bytes] = []
     read(seen)
     read(seen)
-    put(folder, "bfloat16", 64, **{"expert exchange": {"8": {"push": 1.0}}})
+    put(folder, bare_plan().dtype, 64, **{"expert exchange": {"8": {"push": 1.0}}})
     with pytest.raises(GlowplugError, match="different tables of measured exchanges"):
         read(seen)

@@ -105,7 +105,7 @@ def test_an_error_of_a_request_is_the_failure_of_its_combination() -> None:
 
 
 def test_the_matrix_has_every_layout_and_switch(plugins: PluginSet, tmp_path: Path) -> None:
-    """Of each axis the first cells of a run have every admitted value, beside every layout."""
+    """The first cells of a run have every admitted value of each axis, beside every layout."""
     cells = rank_matrix(plugins, "cuda")
     assert len({cell.name for cell in cells}) == len(cells) > 2000
     kept, reasons = admitted(

@@ -102,7 +102,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Answers:
-    """What an engine answered to two waves of the same prompts.
+    """The answers of an engine to two waves of the same prompts.
 
     Attributes:
         first: the tokens of the first wave, by prompt.

@@ -11,7 +11,6 @@ import pytest
 
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.entrypoints.bench.ranks.saved_table import save_table
 from glowplug.kernels.collectives.exchange_tables import fastest_up_to, file_name
 from glowplug.kernels.launch import tuned_tables
 from glowplug.plugins.collectives.peer_sizes import (
@@ -23,6 +22,7 @@ from glowplug.plugins.collectives.peer_sizes import (
     peer_sizes,
     sum_limits,
 )
+from glowplug.plugins.collectives.saved_table import save_table
 from glowplug.plugins.parallel.ep_moe import PUSHED_ROWS_MAX
 from tests.support.tables import forget
 
@@ -203,7 +203,7 @@ def negative() -> dict[str, Any]:
         (contents(0), "states no hidden size"),
         (contents(64) | {"all_reduce": {"big": {}}}, "all_reduce of big"),
         (falling(), "has times that fall: all_reduce by nccl of 262144 takes 1 us, of 65536 12 us"),
-        (negative(), "expert exchange of 8 by push"),
+        (negative(), "no table of exchanges: expert exchange of 8"),
     ],
     ids=["truncated", "list", "card", "ranks", "dtype", "hidden", "size", "falling", "negative"],
 )

@@ -123,7 +123,7 @@ def test_the_times_are_kept_as_a_table(
         "mesh": {"tp": 2},
         "dtype": "float32",
         "hidden": 64,
-        "chosen": "gloo",
+        "chosen": "peer_memory",
         "gpu": "cpu",
     }
     monkeypatch.setattr(collectives, "measure", lambda *_: record)
@@ -138,6 +138,9 @@ def test_the_times_are_kept_as_a_table(
     (path,) = tmp_path.iterdir()
     assert f"table: {path}" in capsys.readouterr().out
     assert json.loads(path.read_text())["all_reduce"] == {"4096": {"gloo": 3.0}}
+    record["chosen"] = "gloo"
+    assert bench.run(parsed("--tp", "2", "--save-table")) == 0
+    assert "gloo chooses nothing by measured times" in capsys.readouterr().out
 
 
 # ---- ranks as threads ----------------------------------------------------------------------------
