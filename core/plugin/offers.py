@@ -155,8 +155,7 @@ class SpeculativeOffers(Offers):
         tree: its drafted tokens form a tree, so verify steps need tree masks.
         nextn_layer: it needs a multi-token-prediction layer, of the checkpoint or a draft folder.
         eagle_head: it needs an EAGLE head, in a draft folder.
-        whole_model: it needs a whole model, in a draft folder, with attention and a KV cache of
-            its own.
+        whole_model: it needs a whole model, in a draft folder, with an own KV cache.
         first_key: its draft's cache has no entry for the first position, so attention must observe
             ``Batch.first_key``.
         simulates: its drafts are verified by ``core.speculation.verify``, or it applies
@@ -364,8 +363,8 @@ class CollectiveOffers(Offers):
         library_bytes: the same for what its library (NCCL) allocates, an estimate.
         expert_rows: it has the method ``expert_rows``, through which tokens go only to the ranks of
             their experts.
-        keeps_times: ``"package.module:function"`` that keeps a record of ``bench kernels
-            --collectives`` as a table and returns its file or None; "" for none.
+        table_writer: ``"package.module:function"`` that writes the table of a record of ``bench
+            kernels --collectives``, and returns its path or None; or "".
     """
 
     ranks: bool = False
@@ -374,7 +373,7 @@ class CollectiveOffers(Offers):
     buffer_bytes: Callable[[ExchangeSizes], int] | None = None
     library_bytes: Callable[[ExchangeSizes], int] | None = None
     expert_rows: bool = False
-    keeps_times: str = ""
+    table_writer: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from glowplug.core.errors import GlowplugError, PluginLoadError
@@ -19,7 +22,7 @@ from glowplug.core.plugin.loading import (
     describe,
     import_factory,
 )
-from glowplug.core.plugin.offers import QuantizationOffers
+from glowplug.core.plugin.offers import CollectiveOffers, QuantizationOffers
 from glowplug.core.plugin.registry import (
     PluginSet,
     built_in_plugins,
@@ -250,3 +253,19 @@ def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
         coordinates=coordinates(rank, plan.mesh),
         rendezvous=rendezvous,
     )
+
+
+def write_exchange_table(plugins: PluginSet, record: Mapping[str, Any]) -> Path | None:
+    """Write the table of measured exchanges that collectives choose by, and return its path.
+
+    ``record``: of ``bench kernels --collectives``; it names the collectives.
+
+    Returns:
+        None if these collectives have no table, or the record has no time for one.
+    """
+    found = plugins.find("collectives", record["chosen"])
+    offers = found.component.offers if found is not None else None
+    if not isinstance(offers, CollectiveOffers) or not offers.table_writer:
+        return None
+    path: Path | None = resolve_name(offers.table_writer)(record)
+    return path

@@ -21,6 +21,7 @@ from glowplug.core.errors import ConfigError, GlowplugError, PlanRefused
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import AttentionOffers
 from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.core.startup.components import write_exchange_table
 from glowplug.core.startup.lone_rank import plan_of_ranks
 from glowplug.entrypoints.bench.kernel.rows import SLOTS, call_row, difference, show
 from glowplug.entrypoints.bench.others import report
@@ -28,7 +29,6 @@ from glowplug.entrypoints.bench.others.conditions import conditions
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.floor import card_bandwidth
 from glowplug.entrypoints.bench.ranks import collectives, tables
-from glowplug.entrypoints.bench.ranks.kept_table import save_table
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     for label, why in (found["refused"] | failed).items():
         print(f"not measured: {label}: {why}")
     if args.collectives and args.save_table:
-        print(save_table(found, plugins))
+        print(_save_table(found, plugins))
     if args.output_file:
         report.write_json(Path(args.output_file), found)
     return 1 if failed else 0
@@ -340,3 +340,14 @@ def _provider(variant: Variant, plan: EnginePlan, slot: str) -> str:
     if variant.label != "auto":
         return variant.label
     return f"{plan.choice(SLOT_SECTIONS[slot]).name} *"
+
+
+def _save_table(record: Mapping[str, Any], plugins: PluginSet) -> str:
+    """Write the table of a record by the plan's collectives, and return a line with its path."""
+    path = write_exchange_table(plugins, record)
+    if path is not None:
+        return f"table: {path}"
+    return (
+        f"no table: {record['chosen']} chooses nothing by measured times, or neither sums nor "
+        "exchanges were measured"
+    )

@@ -117,7 +117,7 @@ def register_collectives() -> list[Component]:
                 buffer_bytes=buffer_bytes,
                 library_bytes=library_bytes,
                 expert_rows=True,
-                keeps_times="glowplug.plugins.collectives.saved_table:save_table",
+                table_writer="glowplug.plugins.collectives.saved_table:save_table",
             ),
             requires=(Package("torch"), Package("triton")),
             summary="GPUs of one host, by stores into peers' memory; NCCL for large tensors",

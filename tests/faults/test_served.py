@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -119,8 +120,8 @@ def test_a_client_that_reads_a_byte_at_a_time_is_dropped_alone() -> None:
         with reading_nothing(one) as slow:
 
             def read() -> None:
-                while not over.wait(0.2) and slow.recv(1):
-                    pass
+                while not over.is_set() and slow.recv(1):
+                    time.sleep(0.2)
 
             reading = threading.Thread(target=read)
             reading.start()

@@ -79,7 +79,7 @@ PADDED = (
     "moe.fp8.library_layouts.static",
     "moe.fp8.library_layouts.packed",
     "moe.sort.gather_rows",
-    "formats.fp8_triton.empty_quantized",
+    "formats.fp8_layout.empty_quantized",
 )
 
 

@@ -20,7 +20,7 @@ from tests.support.source_tree import ROOT
 RECORDS = ROOT / "docs" / "benchmarks"
 
 
-def result(level: int | None, **figures: Any) -> dict[str, Any]:
+def outcome(level: int | None, **figures: Any) -> dict[str, Any]:
     """Return a result of ``bench serving`` of eight requests with latencies of 10 to 80 ms."""
     outcomes = [
         Outcome(4, start=0.0, end=0.1 + at, arrivals=[at, at + 0.1], output_tokens=2)
@@ -58,12 +58,12 @@ def test_settings_of_a_sweep_are_lines_of_their_own(name: str, tmp_path: Path) -
 def test_lines_of_results_are_named_by_setting_tag_or_server() -> None:
     """Results of one server with several tags are as many lines; an empty setting has a name."""
     results = [
-        result(4, tag="cold"),
-        result(1, tag="cold"),
-        result(1, tag="warm"),
-        result(1, backend="vllm"),
-        result(1),
-        result(1, setting="", tag="warm"),
+        outcome(4, tag="cold"),
+        outcome(1, tag="cold"),
+        outcome(1, tag="warm"),
+        outcome(1, backend="vllm"),
+        outcome(1),
+        outcome(1, setting="", tag="warm"),
     ]
     found = runs_of({"results": results})
     assert list(found) == ["glowplug", "cold", "warm", "vllm", "as configured"]
@@ -71,7 +71,7 @@ def test_lines_of_results_are_named_by_setting_tag_or_server() -> None:
 
 
 def test_percentiles_have_a_panel_for_each_latency(tmp_path: Path) -> None:
-    record = {"results": [result(level) for level in (1, 4, 16)], "model": "/models/lite"}
+    record = {"results": [outcome(level) for level in (1, 4, 16)], "model": "/models/lite"}
     figure = texts(drawn(record, "percentiles", tmp_path))
     latencies = ["TTFT", "TPOT", "ITL", "end-to-end latency"]
     assert headings(record, "percentiles") == [f"lite: {name}" for name in latencies]
@@ -109,9 +109,9 @@ def test_one_percentile_has_the_same_dashes_in_every_panel(tmp_path: Path) -> No
 
 
 def test_the_rate_is_the_axis_where_it_varies(tmp_path: Path) -> None:
-    rated = [result(64, request_rate=rate) for rate in (2, 8)]
+    rated = [outcome(64, request_rate=rate) for rate in (2, 8)]
     assert "requests sent per second" in texts(drawn({"results": rated}, "percentiles", tmp_path))
-    at_once = [result(None, request_rate="inf", concurrency=number) for number in (3.14159, 7.5)]
+    at_once = [outcome(None, request_rate="inf", concurrency=number) for number in (3.14159, 7.5)]
     figure = texts(drawn({"results": at_once}, "percentiles", tmp_path))
     assert "requests in flight, mean" in figure and {"3.1", "7.5"} <= set(figure)
 
@@ -119,14 +119,14 @@ def test_the_rate_is_the_axis_where_it_varies(tmp_path: Path) -> None:
 def test_goodput_is_drawn_beside_all_requests_with_its_limits(tmp_path: Path) -> None:
     limits = {"goodput_limits_ms": {"ttft": 50.0, "tpot": 200.0}}
     results = [
-        result(level, request_goodput=good, request_throughput=4.0, **limits)
+        outcome(level, request_goodput=good, request_throughput=4.0, **limits)
         for level, good in ((1, 4.0), (8, 0.0))
     ]
     record = {"results": results}
     assert headings(record, "percentiles")[-1] == "goodput at TTFT 50 ms, TPOT 200 ms"
     figure = texts(drawn(record, "percentiles", tmp_path))
     assert {"requests/s", "within the limits", "all requests"} <= set(figure)
-    without = {"results": [result(1)]}
+    without = {"results": [outcome(1)]}
     assert "goodput" not in headings(without, "percentiles")[-1]
 
 

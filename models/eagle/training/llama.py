@@ -131,6 +131,19 @@ def head_config(facts: ModelFacts, width: int, layers: Sequence[int]) -> dict[st
     }
 
 
+def _new_head(facts: ModelFacts, width: int, features: int) -> TrainingEagleHead:
+    """Return a head with random weights for a model.
+
+    Args:
+        facts: the model.
+        width: feed-forward width of the head.
+        features: number of the model's layers that the head reads.
+    """
+    epsilon = float(facts.config.get("rms_norm_eps", 1e-6))
+    sizes = HeadSizes(facts.hidden_size, width, features, epsilon)
+    return TrainingEagleHead(sizes, GroupedHeadAttention(GroupedShape.of(facts)))
+
+
 def train_head(options: argparse.Namespace, answers: Answers) -> int:
     """Train a head on ``answers``, write its folder and return the number of steps."""
     facts = answers.plan.facts.model
@@ -138,11 +151,7 @@ def train_head(options: argparse.Namespace, answers: Answers) -> int:
     target = LlamaTarget(facts, weight_reader(answers.plan, plugins), options.device)
     width = options.width or int(facts.config["intermediate_size"])
     features = target.feature_layers
-    epsilon = float(facts.config.get("rms_norm_eps", 1e-6))
-    head = TrainingEagleHead(
-        HeadSizes(facts.hidden_size, width, len(features), epsilon),
-        GroupedHeadAttention(GroupedShape.of(facts)),
-    )
+    head = _new_head(facts, width, len(features))
     # NOTE: bfloat16 takes 6 times the seconds of float32 on a CPU without instructions for it
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     trainer = HeadTrainer(target, head, options.device, options.rate, dtype)

@@ -136,8 +136,7 @@ class HeadTrainer:
         chosen = _chosen(kept)
         mask = _mask(documents)
         target = self.target
-        kind = torch.device(self.device).type
-        with torch.autocast(kind, dtype=torch.bfloat16, enabled=self._narrow):
+        with self._autocast():
             embedded, features, normed = target.states(tokens, mask)
             results = self.head(embedded, features, target.frequencies, mask, chosen, PASSES)
             for number, hidden in enumerate(results, 1):
@@ -145,6 +144,11 @@ class HeadTrainer:
                 wanted = F.linear(taken(normed, places), target.output_head).float().softmax(-1)
                 logits = F.linear(hidden, target.output_head).float()
                 yield logits, wanted, kept[number - 1].gather(1, chosen)
+
+    def _autocast(self) -> torch.autocast:
+        """Return the context of a pass, in bfloat16 if this is the trainer's dtype."""
+        kind = torch.device(self.device).type
+        return torch.autocast(kind, dtype=torch.bfloat16, enabled=self._narrow)
 
     @torch.no_grad()
     def accept_length(self, rows: ConversationRows) -> float:
