@@ -24,7 +24,7 @@ from glowplug.core.step.graph_pieces import DraftExtend
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.scripted_draft import ScriptedDraft, ScriptedModel
 from glowplug.core.testing.harness.scripted_drive import ScriptedDrive
-from glowplug.core.testing.harness.scripted_target import HIDDEN, PAGE
+from glowplug.core.testing.harness.scripted_target import HIDDEN, PAGE, VOCAB
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import NextN
 from glowplug.plugins.speculative.ngram import NGramOptions
@@ -240,7 +240,7 @@ class KeptOnReentry(NGram):
 class DraftsOutsideTheVocabulary(NGram):
     def propose(self, tokens: Tensor, rows: Tensor, *rest: Any) -> Tensor:
         drafts = super().propose(tokens, rows, *rest)
-        return torch.where(drafts == drafts[:, :1], drafts, -1)
+        return torch.where((drafts == drafts[:, :1]) | (drafts < 0), drafts, VOCAB)
 
 
 class StaleNewestToken(NGram):
