@@ -35,6 +35,7 @@ from glowplug.core.startup.components import (
     build_attention,
     build_component,
     build_context,
+    foresees,
     make_worker,
 )
 from glowplug.core.startup.draft_costs import adapt, described, draft_costs
@@ -113,7 +114,7 @@ class RankBuilder:
         cache = self.component("cache")
         scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), cache, policy)
         closes_tier = self._open_tier(runner, cache)
-        adapt(scheduler, self.plan, costs, runner.speculative)
+        adapt(scheduler, self.plan, costs, runner.speculative, foresees(self.plan, self.plugins))
         router = context.parallel.router()
         if router is not None:
             router.shares = cache.shares

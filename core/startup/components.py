@@ -22,7 +22,7 @@ from glowplug.core.plugin.loading import (
     describe,
     import_factory,
 )
-from glowplug.core.plugin.offers import CollectiveOffers, QuantizationOffers
+from glowplug.core.plugin.offers import CollectiveOffers, QuantizationOffers, SpeculativeOffers
 from glowplug.core.plugin.registry import (
     PluginSet,
     built_in_plugins,
@@ -191,6 +191,13 @@ def draft_extend_of(plan: EnginePlan) -> DraftExtend:
     """Return the rank's object for the draft's pass over a step's tokens."""
     captured = all(choice.options.get("draft_extend", True) for choice in plan.choices_in("graphs"))
     return DraftExtend(apart=not captured)
+
+
+def foresees(plan: EnginePlan, plugins: PluginSet) -> bool:
+    """Return whether the plan's speculative algorithm offers ``foresees``."""
+    found = plugins.find("speculative", plan.choice("speculative").name)
+    offers = found.component.offers if found is not None else None
+    return isinstance(offers, SpeculativeOffers) and offers.foresees
 
 
 def build_context(

@@ -85,11 +85,13 @@ def adapt(
     plan: EnginePlan,
     costs: DraftCosts | None,
     algorithm: SpeculativeAlgorithm,
+    foresees: bool,
 ) -> None:
     """Have ``scheduler`` choose the size of the drafts of each step, if there are several.
 
     The choice is by ``costs``, and the policy is the algorithm's own if it has one
     (``draft_policy``). With drafts of one given size the choice is only between these and none.
+    ``foresees``: the algorithm's offer.
     """
     shapes = plan.sizes.draft_shapes
     if len(shapes) < 2:
@@ -103,9 +105,9 @@ def adapt(
     else:
         clocked = plan.draft_costs is None  # costs that the operator gave are not corrected
         policy = AdaptivePolicy(shapes, costs, plan.sizes.max_running, clocked)
-    scheduler.adapt(  # type: ignore[attr-defined]  # the plan has checked its offers
-        ForeseenDrafts(policy, plan.sizes.max_running)
-    )
+    if foresees:
+        policy = ForeseenDrafts(policy, plan.sizes.max_running)
+    scheduler.adapt(policy)  # type: ignore[attr-defined]  # the plan has checked its offers
 
 
 def _chooses(plan: EnginePlan) -> bool:

@@ -18,6 +18,7 @@ from glowplug.core.step.messages import Abort, Submit, packed_ids
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 from tests.support.combinations import SEED, VOCAB, Combination, drive, plugins, reference
+from tests.support.slow_cases import some_slow
 
 WEIGHTS = {"use": "agreeing", "seed": SEED}
 ALONE = Combination(steps=2)
@@ -35,6 +36,8 @@ VARIANTS = {
     "dp2 ep4": replace(ALONE, tp=4, ep=4, dp=2),
     "dp4 ep2 no overlap": replace(ALONE, tp=4, ep=2, dp=4, overlap=False),
 }
+
+SLOW = ("tp2", "tp4 no overlap", "ep2", "dp2", "dp4 chunked", "dp2 ep4")  #: 4 to 7 s each
 
 
 def engine(one: Combination, folder: Path, **changes: Any) -> RankSet:
@@ -102,7 +105,7 @@ def alone(folder: Path) -> list[list[int]]:
     return counts
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", some_slow(VARIANTS, SLOW))
 def test_accept_lengths_depend_on_nothing_around(
     folder: Path, alone: list[list[int]], name: str
 ) -> None:
@@ -112,7 +115,7 @@ def test_accept_lengths_depend_on_nothing_around(
     gains_as_alone(VARIANTS[name], folder, alone)
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", some_slow(TREES, ("chunked", "tp2", "dp2")))
 def test_trees_gain_the_same_in_any_company(
     folder: Path, alone_with_trees: list[list[int]], alone: list[list[int]], name: str
 ) -> None:

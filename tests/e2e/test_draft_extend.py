@@ -21,6 +21,7 @@ from glowplug.plugins.graphs.capture.decode_graph import DecodeGraph
 from glowplug.plugins.speculative.shared.model_drafts import ModelDrafts
 from tests.e2e.test_piecewise import COUNTS, LENGTHS, engine, prompts, results
 from tests.plugins import replaying_runtime
+from tests.support.slow_cases import some_slow
 from tests.support.tiny import write_config
 
 STEPS = 2
@@ -69,10 +70,7 @@ def run(llm: LLM, replayed: bool) -> tuple[list[Any], list[Tensor]]:
     return results(llm), draft_cache(llm)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES],
-)
+@pytest.mark.parametrize("case", some_slow(CASES, SLOW))
 def test_a_replayed_pass_caches_the_values_of_an_eager_one(folder: Path, case: str) -> None:
     """Prompts run alone and beside decoding rows, in chunks, after cached prefixes, with token
     counts on both sides of each captured one.

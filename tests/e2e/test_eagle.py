@@ -35,6 +35,7 @@ from tests.support.eagle import (
     write_random_head,
 )
 from tests.support.parity import COMMON, Reference, write
+from tests.support.slow_cases import some_slow
 
 VOCAB = 12  #: so few that a random draft is sometimes right
 STEPS = 3
@@ -51,6 +52,7 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek-llama-1": ("deepseek", LLAMA_1, {}),
     "deepseek-llama-3": ("deepseek", LLAMA_3, {"draft_vocab_size": 9}),
 }
+SLOW = ("deepseek-llama-1",)  #: 40 s; "llama-1" and "deepseek-llama-3" have each of its parts
 CLASSES = {"llama": "LlamaForCausalLM", "deepseek": "DeepseekV3ForCausalLM"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -80,7 +82,7 @@ def make_model(folder: Path, form: str) -> Model:
     return Model(folder / "target", head, reference, plain)
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=some_slow(FORMS, SLOW))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return make_model(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -17,6 +17,7 @@ from glowplug.core.errors import CaptureError, EngineDead
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from tests.support.layouts import layout
+from tests.support.slow_cases import some_slow
 from tests.support.tiny import write_config
 
 LAYOUTS = {
@@ -28,6 +29,7 @@ LAYOUTS = {
     "tp 4, ep 2, dp 2": layout(4, 2, 2),
     "tp 8, ep 8, dp 2": layout(8, 8, 2),
 }
+SLOW = ("tp 2, dp 2", "tp 8, ep 8, dp 2")  #: 3 to 6 s a test of the latter
 EXPERTS_PER_TOKEN = 3  #: of the tiny model
 PROMPTS = {1: [5, 6, 7], 2: [9], 3: [4, 8, 15, 16, 23, 42, 7], 4: [11, 12], 5: [3, 1, 4, 1, 5]}
 
@@ -78,7 +80,7 @@ def tokens_of(
 
 
 @pytest.mark.parametrize(("nextn", "topk"), [(0, 1), (1, 1), (3, 1), (2, 3)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, SLOW))
 def test_ranks_replay_the_steps_of_one(
     layout: str, nextn: int, topk: int, tmp_path: Path, plugins: PluginSet
 ) -> None:
@@ -91,7 +93,7 @@ def test_ranks_replay_the_steps_of_one(
 
 
 @pytest.mark.parametrize("nextn", [0, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, SLOW))
 def test_ranks_replay_passes_of_one_size(
     layout: str, nextn: int, tmp_path: Path, plugins: PluginSet
 ) -> None:

@@ -19,6 +19,7 @@ import pytest
 from glowplug import LLM, PlanRefused, SamplingParams
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
+from tests.support.slow_cases import some_slow
 from tests.support.tiny import CONFIGS, write_config
 
 SAMPLE, PARTS = 200, 4  #: parts are distributed over processes
@@ -115,7 +116,7 @@ def run_all(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.timeout(900)  # a quarter of a minute of work on an idle machine
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", some_slow(range(PARTS), (2, 3)))
 def test_a_sample_of_admitted_combinations_runs(
     folders: dict[str, Path], plugins: PluginSet, part: int
 ) -> None:

@@ -28,7 +28,7 @@ from glowplug.core.layers.linear import (
 from glowplug.core.layers.module import Module, Target, part_of
 from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.protocols import LinearShape, Parts, Quantized, Shard
-from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.protocols.parallel_stack import GENERAL_ROLES, ParallelStack
 from glowplug.core.testing.harness.build import Stepper, build_context, build_model
 from glowplug.plugins.parallel.unsplit import Unsplit
 from tests.support.tiny import CONFIGS
@@ -66,7 +66,9 @@ class Rank(Unsplit):
     def axes(self) -> Mapping[str, int]:
         return {"tp": self.ring.size}
 
-    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
+    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
+        if role in GENERAL_ROLES:
+            return None  # called again with the general role
         whole = (
             role == "replicated"
             or (role == "experts") != self.by_number

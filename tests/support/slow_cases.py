@@ -1,0 +1,13 @@
+"""Parameters of which some are slow, so that a run of all tests takes a part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def some_slow(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
+    """Return ``cases`` as parameters of a test; those that are in ``slow`` are marked slow."""
+    return [pytest.param(one, marks=pytest.mark.slow if one in slow else ()) for one in cases]
