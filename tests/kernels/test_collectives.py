@@ -40,6 +40,7 @@ from glowplug.plugins.parallel.placed_exchange import (  # noqa: E402
     PlacedExchange,
     slot_table,
 )
+from tests.support.slow_cases import some_slow  # noqa: E402
 
 HALF = torch.float16
 
@@ -94,7 +95,10 @@ def summed(given: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 200, 256])
-@pytest.mark.parametrize("dtypes", [(HALF,), (torch.float32,), (HALF, torch.float32)])
+@pytest.mark.parametrize(
+    "dtypes",
+    some_slow([(HALF,), (torch.float32,), (HALF, torch.float32)], [(HALF, torch.float32)]),
+)
 def test_one_shot_sums_in_order_of_rank(
     ranks: int, count: int, dtypes: tuple[torch.dtype, ...]
 ) -> None:
@@ -199,7 +203,10 @@ def test_norm_of_the_sum_equals_an_all_reduce_and_a_norm(size: int, parts: int) 
 
 
 @pytest.mark.parametrize(("ranks", "within"), [(2, 1), (4, 1), (4, 2)])
-@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (3, 0, 2, 1), (4, 4, 4, 4)])
+@pytest.mark.parametrize(
+    "counts",
+    some_slow([(1, 1, 1, 1), (3, 0, 2, 1), (4, 4, 4, 4)], [(4, 4, 4, 4)]),  # 25 s
+)
 def test_tokens_reach_their_experts_and_return(
     ranks: int, within: int, counts: tuple[int, ...]
 ) -> None:
