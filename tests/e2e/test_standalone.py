@@ -368,6 +368,6 @@ def test_measured_memory_of_the_draft() -> None:
     with LLM(model="embedded", speculative=speculative, context_length=256) as llm:
         lines = {line.name: line.bytes for line in llm.plan.budget}
         algorithm: Any = llm._executor._engine.runner.speculative  # type: ignore[attr-defined]
-        assert algorithm._pool.bytes == lines["draft kv cache"] == lines["kv cache"]
+        assert algorithm._own_cache._pool.bytes == lines["draft kv cache"] == lines["kv cache"]
     plain = make_plan({"model": "embedded"})
     assert "draft kv cache" not in {line.name for line in plain.budget}
