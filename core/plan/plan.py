@@ -213,7 +213,7 @@ class EnginePlan:
 
         The draft's KV cache has the compute dtype and the pages of the target's.
         """
-        assert self.facts.draft is not None and self.draft_choices, "the draft has own attention"
+        assert self.facts.draft is not None and self.draft_choices, "it has its own attention"
         slots = {choice.slot for choice in self.draft_choices}
         others = tuple(choice for choice in self.choices if choice.slot not in slots)
         return replace(

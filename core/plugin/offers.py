@@ -155,7 +155,7 @@ class SpeculativeOffers(Offers):
         tree: its drafted tokens form a tree, so verify steps need tree masks.
         nextn_layer: it needs a multi-token-prediction layer, of the checkpoint or a draft folder.
         eagle_head: it needs an EAGLE head, in a draft folder.
-        whole_model: it needs a whole model, in a draft folder, with an own KV cache.
+        whole_model: it needs a whole model, in a draft folder, with its own KV cache.
         first_key: its draft's cache has no entry for the first position, so attention must observe
             ``Batch.first_key``.
         simulates: its drafts are verified by ``core.speculation.verify``, or it applies
@@ -364,7 +364,7 @@ class CollectiveOffers(Offers):
         expert_rows: it has the method ``expert_rows``, through which tokens go only to the ranks of
             their experts.
         table_writer: ``"package.module:function"`` that writes the table of a record of ``bench
-            kernels --collectives``, and returns its path or None; or "".
+            kernels --collectives`` and returns its path or None. "": none.
     """
 
     ranks: bool = False

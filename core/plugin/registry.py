@@ -38,6 +38,7 @@ from glowplug.core.plugin.loading import (
     watched,
 )
 from glowplug.core.plugin.model_reading import ModelReading, architecture_rules, complete
+from glowplug.core.plugin.offers import Offers
 from glowplug.core.plugin.slots import SLOTS
 
 GROUP = "glowplug"  #: entry-point group of third-party plugins
@@ -123,6 +124,11 @@ class PluginSet:
             if registration.component.name == name:
                 return registration
         return None
+
+    def offers(self, slot: str, name: str) -> Offers | None:
+        """Return the component's offers, or None."""
+        found = self.find(slot, name)
+        return found.component.offers if found is not None else None
 
     def source_of(self, slot: str, name: str) -> PluginSource:
         """Return the plugin that registered the component ``name`` in ``slot``.

@@ -152,8 +152,7 @@ def quantizes_online(plan: EnginePlan, plugins: PluginSet, facts: ModelFacts | N
 
     ``facts``: facts of the model; None for those of the plan's model.
     """
-    found = plugins.find("quantization", plan.choice("quantization").name)
-    offers = found.component.offers if found is not None else None
+    offers = plugins.offers("quantization", plan.choice("quantization").name)
     unquantized = (facts or plan.facts.model).quant_method == "none"
     return isinstance(offers, QuantizationOffers) and offers.online and unquantized
 
@@ -195,8 +194,7 @@ def draft_extend_of(plan: EnginePlan) -> DraftExtend:
 
 def foresees(plan: EnginePlan, plugins: PluginSet) -> bool:
     """Return whether the plan's speculative algorithm offers ``foresees``."""
-    found = plugins.find("speculative", plan.choice("speculative").name)
-    offers = found.component.offers if found is not None else None
+    offers = plugins.offers("speculative", plan.choice("speculative").name)
     return isinstance(offers, SpeculativeOffers) and offers.foresees
 
 
@@ -270,8 +268,7 @@ def write_exchange_table(plugins: PluginSet, record: Mapping[str, Any]) -> Path 
     Returns:
         None if these collectives have no table, or the record has no time for one.
     """
-    found = plugins.find("collectives", record["chosen"])
-    offers = found.component.offers if found is not None else None
+    offers = plugins.offers("collectives", record["chosen"])
     if not isinstance(offers, CollectiveOffers) or not offers.table_writer:
         return None
     path: Path | None = resolve_name(offers.table_writer)(record)

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 def grammar_kinds(plan: EnginePlan, plugins: PluginSet | None) -> frozenset[str]:
     """Return the kinds of grammars that the plan's engine serves; none without ``plugins``."""
     choices = plan.choices_in("grammar")
-    found = plugins.find("grammar", choices[0].name) if plugins and choices else None
-    offers = found.component.offers if found is not None else None
+    offers = plugins.offers("grammar", choices[0].name) if plugins and choices else None
     if not isinstance(offers, GrammarOffers) or plan.config.get("skip_tokenizer"):
         return frozenset()
     return offers.kinds_of_grammar

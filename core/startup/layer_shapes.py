@@ -27,8 +27,7 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
     plain, chosen = _RecordedShapes(), _RecordedShapes()
     for rank in range(plan.ranks):
         _record(plan, plugins, rank, plain, chosen)
-    registered = plugins.find("quantization", plan.choice("quantization").name)
-    offers = registered.component.offers if registered is not None else None
+    offers = plugins.offers("quantization", plan.choice("quantization").name)
     quantizes = isinstance(offers, QuantizationOffers) and "none" not in offers.reads
     linears = _distinct(
         chain(plain.linears, chosen.linears),

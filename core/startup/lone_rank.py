@@ -64,8 +64,7 @@ def number_of_ranks(config: Mapping[str, Any], plugins: PluginSet) -> int:
     listed = config.get("parallel")
     for section in listed if isinstance(listed, list) else []:
         use, size = (section.get(key, 1) for key in ("use", "size"))
-        found = plugins.find("parallel", str(use))
-        offers = found.component.offers if found is not None else None
+        offers = plugins.offers("parallel", str(use))
         adds = isinstance(offers, ParallelOffers) and not offers.axes.isdisjoint({"tp", "pp"})
         sizes.append(size if adds and isinstance(size, int) else 1)
     return max(1, prod(sizes))
@@ -100,8 +99,7 @@ def lone_context(plan: EnginePlan, plugins: PluginSet, rank: int = 0) -> BuildCo
 
 def _collectives(plan: EnginePlan, plugins: PluginSet, rank: int) -> Collectives:
     """Return the stand-in for the plan's collectives, which sums in norms if these do."""
-    found = plugins.find("collectives", plan.choice("collectives").name)
-    offers = found.component.offers if found is not None else None
+    offers = plugins.offers("collectives", plan.choice("collectives").name)
     in_norm = isinstance(offers, CollectiveOffers) and offers.sums_in_norm
     return (LoneRankSumsInNorm if in_norm else LoneRank)(plan.mesh, rank)
 

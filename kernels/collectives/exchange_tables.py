@@ -159,11 +159,11 @@ def fastest_up_to(times: Times, way: str, others: Collection[str], above: int = 
     return most
 
 
-def write(folder_file: Path, measured: Mapping[str, Any], parts: Mapping[str, Times]) -> None:
+def write(path: Path, measured: Mapping[str, Any], parts: Mapping[str, Times]) -> None:
     """Write a table atomically.
 
     Args:
-        folder_file: the file, see ``file_name`` and ``tuned_tables.path_to_write``.
+        path: the file, see ``file_name`` and ``tuned_tables.path_to_write``.
         measured: the conditions: "card", "ranks", "dtype", "hidden" and others.
         parts: times by part.
     """
@@ -171,5 +171,5 @@ def write(folder_file: Path, measured: Mapping[str, Any], parts: Mapping[str, Ti
         name: {str(size): dict(row) for size, row in sorted(times.items())}
         for name, times in parts.items()
     }
-    tuned_tables.write(folder_file, {MEASURED: dict(measured), **sized})
+    tuned_tables.write(path, {MEASURED: dict(measured), **sized})
     exchange_table.cache_clear()

@@ -165,7 +165,7 @@ def pushed_rows(mesh: Mapping[str, int], tokens: int, most: int = PUSHED_ROWS_MA
 
 
 def buffer_bytes(sizes: ExchangeSizes) -> int:
-    """Return the bytes of the buffers of the exchange "push" on each GPU, without any: 0."""
+    """Return the bytes of each GPU's buffers for the exchange "push"; 0 for other exchanges."""
     rows = chosen_exchange(sizes, pushes=True).rows
     words = token_words(sizes.hidden * WORD_BYTES, sizes.experts_per_token)
     kinds = 2  # dispatch and combine

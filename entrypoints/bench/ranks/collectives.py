@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--save-table",
         action="store_true",
         help="keep the times as the table by which plans on this card choose between exchanges of "
-        "this number of ranks (docs/benchmarks/README.md#tuning)",
+        "this number of ranks (docs/benchmarks/README.md#tables-of-exchanges)",
     )
     group.add_argument(
         "--exchange-tokens",
