@@ -150,9 +150,11 @@ class Projections:
 
 
 def drafting(plan: EnginePlan) -> EnginePlan:
-    """Return the plan with its last layer as a draft's, so that backends reserve memory for draft
-    passes.
+    """Return the plan with layers of a draft, so that backends reserve memory for draft passes: its
+    own ones, or else its last layer.
     """
+    if plan.sizes.draft_layers:
+        return replace(plan, sizes=replace(plan.sizes, draft_extends=True))
     model = replace(plan.facts.model, num_layers=plan.facts.model.num_layers - 1)
     sizes = replace(plan.sizes, draft_layers=1, draft_extends=True)
     return replace(plan, facts=replace(plan.facts, model=model), sizes=sizes)

@@ -14,14 +14,14 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.served_faults import FAILED, Server, free_port
+from tests.e2e.served_faults import DIVIDED, FAILED, Server, free_port
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 #: NCCL may use neither peer memory nor memory that the processes of a host share
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 TP = ("--tp", "2", "--device", "cuda", "--context-length", "1024", "--dist-timeout", "30")
-TP += ("--plan", "full")
+TP += ("--plan", "full", *DIVIDED)
 LAYOUTS = {
     "tp": (),
     "tp ep": ("--ep-size", "2"),
