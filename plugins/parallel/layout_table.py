@@ -8,7 +8,7 @@ Plan zone: no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,26 @@ PLAIN = "tensor parallelism"
 KEPT = ("command", "date", "glowplug", "commit", "packages", "input_len", "output_len", "failed")
 
 
+def kv_elements(model: ModelFacts) -> int:
+    """Return the elements that a token has in the KV cache of a layer without parallelism."""
+    if model.kv_lora_rank:
+        return model.kv_lora_rank + model.qk_rope_head_dim
+    return 2 * model.num_kv_heads * model.head_dim
+
+
+#: sizes of a model on which the speeds of layouts depend
+SIZES: Mapping[str, Callable[[ModelFacts], int]] = {
+    "hidden": lambda model: model.hidden_size,
+    "layers": lambda model: model.num_layers,
+    "heads": lambda model: model.num_heads,
+    "kv_elements": kv_elements,
+    "dense_width": lambda model: model.sizes.width,
+    "experts": lambda model: model.n_routed_experts,
+    "experts_per_token": lambda model: model.sizes.experts_per_token,
+    "expert_width": lambda model: model.sizes.expert_width,
+}
+
+
 class LayoutTable(NamedTuple):
     """A table.
 
@@ -48,35 +68,22 @@ def conditions(
 ) -> dict[str, Any]:
     """Return the conditions by which the table of a layout is found.
 
-    The lengths of requests and the options of the engine are not among them: a plan does not know
-    the former, and has one choice for all of the latter.
+    The lengths of requests are not among them, because a plan does not know them, nor are most of
+    the engine's options. The table states both (``KEPT``).
 
     Args:
         facts: facts of the model and the machine.
         device: device type.
         mesh: mesh axis -> size; groups are not among the conditions.
         hosts: number of hosts.
-        values: "dtype", "kv_dtype", "quantization" (name of the scheme) and "width" (tokens of a
-            row in a decode step).
+        values: "dtype", "kv_dtype", "quantization" (name of the scheme) and "row_tokens" (those of
+            a row in a decode step).
     """
-    model = facts.model
-    card = facts.hardware.devices[0].name if device == "cuda" else device
-    sizes = {
-        "hidden": model.hidden_size,
-        "layers": model.num_layers,
-        "heads": model.num_heads,
-        "kv": kv_elements(model),
-        "experts": model.n_routed_experts,
-    }
+    devices = facts.hardware.devices if device == "cuda" else ()
+    card = devices[0].name if devices else device
+    sizes = {name: size(facts.model) for name, size in SIZES.items()}
     ranks = {"ranks": mesh.get("tp", 1), "hosts": hosts, "ep": mesh.get("ep", 1)}
     return {"card": card, **ranks, **sizes, **values}
-
-
-def kv_elements(model: ModelFacts) -> int:
-    """Return the elements that a token has in the KV cache of a layer without parallelism."""
-    if model.kv_lora_rank:
-        return model.kv_lora_rank + model.qk_rope_head_dim
-    return 2 * model.num_kv_heads * model.head_dim
 
 
 def planned_conditions(context: CheckContext) -> dict[str, Any]:
@@ -91,7 +98,7 @@ def planned_conditions(context: CheckContext) -> dict[str, Any]:
         dtype=values.dtype,
         kv_dtype=values.kv_dtype,
         quantization=scheme(context.facts.model, *schemes),
-        width=values.width,
+        row_tokens=values.width,
     )
 
 
@@ -105,7 +112,7 @@ def measured_conditions(plan: EnginePlan) -> dict[str, Any]:
         dtype=plan.dtype,
         kv_dtype=plan.kv_dtype,
         quantization=scheme(plan.facts.model, plan.choice("quantization").name),
-        width=plan.sizes.width,
+        row_tokens=plan.sizes.width,
     )
 
 
@@ -120,8 +127,10 @@ def scheme(model: ModelFacts, chosen: str = "none") -> str:
 
 def file_name(wanted: Mapping[str, Any]) -> str:
     """Return the file name of the table with these conditions."""
-    stated = (f"{name}={tuned_tables.spelt(str(value))}" for name, value in wanted.items())
-    return f"{','.join(['layouts', *stated])}.json"
+    model = "x".join(str(wanted[name]) for name in SIZES)
+    others = {name: value for name, value in wanted.items() if name not in SIZES}
+    stated = (f",{name}={tuned_tables.spelt(str(value))}" for name, value in others.items())
+    return f"layouts,model={model}{''.join(stated)}.json"
 
 
 def find(wanted: Mapping[str, Any]) -> Found[LayoutTable]:
