@@ -8,7 +8,6 @@ size "auto" of the strategy.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,7 +92,11 @@ def run(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
     configs = {
         size: layout_config(config, strategy, size, max(load.concurrency)) for size in (1, *sizes)
     }
-    found = measure_layouts(configs, load, lambda line: print(line, flush=True))
+
+    def show(size: int, text: str) -> None:
+        print(f"{_layout(strategy, size)}, {text}", flush=True)
+
+    found = measure_layouts(configs, load, show)
     record = conditions_apart() | {
         "strategy": strategy,
         "input_len": load.input_len,
@@ -164,8 +167,6 @@ def _report(
 ) -> int:
     """Print the speeds and the switch points, keep the table, and return the exit status."""
     strategy: str = record["strategy"]
-    for size, reason in found.failed.items():
-        print(f"{_layout(strategy, size)} failed at {reason}", file=sys.stderr)
     if found.speeds:
         print(report.table(_columns(strategy, sizes), _rows(found, sizes)))
     if found.plan is None or not any(compared(found.speeds, size) for size in sizes):

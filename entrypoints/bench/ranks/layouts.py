@@ -79,7 +79,7 @@ def layout_config(
 
 
 def measure_layouts(
-    configs: Mapping[int, Mapping[str, Any]], load: LayoutLoad, show: Callable[[str], None]
+    configs: Mapping[int, Mapping[str, Any]], load: LayoutLoad, show: Callable[[int, str], None]
 ) -> MeasuredLayouts:
     """Measure one layout after the other.
 
@@ -88,7 +88,7 @@ def measure_layouts(
     Args:
         configs: configuration of each layout, by the size of the strategy.
         load: the requests.
-        show: function that shows a line of text.
+        show: function that shows a line of text about the layout of a size.
     """
     from glowplug.entrypoints.front.llm import LLM
 
@@ -103,11 +103,11 @@ def measure_layouts(
                     at = f"{requests} requests"
                     speed = _speed(llm, requests, load, rng)
                     found.speeds.setdefault(requests, {})[size] = round(speed, 2)
-                    show(f"size {size}, {at}: {speed:.1f} output tokens/s")
+                    show(size, f"{at}: {speed:.1f} output tokens/s")
         # Any failure of a layout is recorded; the comparison goes on.
         except Exception as error:
             found.failed[size] = f"{at}: {error or type(error).__name__}"
-            show(f"size {size} failed at {found.failed[size]}")
+            show(size, f"failed at {found.failed[size]}")
     return found
 
 
