@@ -81,14 +81,10 @@ def run(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
     Returns:
         0; 1 if a layout failed, 2 if none could be compared.
     """
-    for name, value in DEFAULTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    load = LayoutLoad(sorted(set(args.concurrency)), args.input_len, args.output_len, args.repeat)
+    load = _load(args, config)
     plugins = load_plugins(extra=tuple(config.get("plugins", ())))
     strategy = _strategy(plugins)
     sizes = _sizes(args, config, plugins, strategy)
-    _check_load(load, config)
     configs = {
         size: layout_config(config, strategy, size, max(load.concurrency)) for size in (1, *sizes)
     }
@@ -108,6 +104,28 @@ def run(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
     if args.output:
         report.write_json(args.output, record)
     return _report(args, plugins, record, found, sizes)
+
+
+def _load(args: argparse.Namespace, config: Mapping[str, Any]) -> LayoutLoad:
+    """Set the defaults of options that are not given, and return the requests to measure with.
+
+    Raises:
+        ValueError: there are none, or more than the engine may run at a time.
+    """
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    load = LayoutLoad(sorted(set(args.concurrency)), args.input_len, args.output_len, args.repeat)
+    if min(*load.concurrency, load.input_len, load.output_len, load.repeat) < 1:
+        raise ValueError("--concurrency, --input-len, --output-len and --repeat are at least 1")
+    limit = config.get("scheduler", {}).get("max_running_requests")
+    most = max(load.concurrency)
+    if isinstance(limit, int) and limit < most:
+        raise ValueError(
+            f"--concurrency {most} exceeds scheduler.max_running_requests = {limit}: leave the "
+            "limit out, or measure fewer requests"
+        )
+    return load
 
 
 def _strategy(plugins: PluginSet) -> str:
@@ -143,19 +161,6 @@ def _sizes(
     if not sizes or sizes[0] < 1:
         raise ValueError("--groups needs numbers from 2 on")
     return sizes
-
-
-def _check_load(load: LayoutLoad, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the requests are none, or more than the engine may run at a time."""
-    if min(*load.concurrency, load.input_len, load.output_len, load.repeat) < 1:
-        raise ValueError("--concurrency, --input-len, --output-len and --repeat are at least 1")
-    limit = config.get("scheduler", {}).get("max_running_requests")
-    most = max(load.concurrency)
-    if isinstance(limit, int) and limit < most:
-        raise ValueError(
-            f"--concurrency {most} exceeds scheduler.max_running_requests = {limit}: leave the "
-            "limit out, or measure fewer requests"
-        )
 
 
 def _report(

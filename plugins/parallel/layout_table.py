@@ -149,19 +149,29 @@ def read(path: Path, wanted: Mapping[str, Any]) -> LayoutTable:
     """
     found = tuned_tables.contents(path)
     measured_tables.check_conditions(path, found, {"version": VERSION, **wanted})
-    speeds: dict[int, dict[int, float]] = {}
-    for requests, row in measured_tables.rows(path, found, SPEEDS, "layouts").items():
-        if not all(groups.isdecimal() and int(groups) for groups in row):
-            raise NoTable(f"{path} is no table of layouts: {SPEEDS} of {requests}")
-        speeds[requests] = {int(groups): speed for groups, speed in row.items()}
+    speeds = _speeds(path, found)
     sizes = {size for row in speeds.values() for size in row} - {1}
-    uneven = [size for size in sorted(sizes) if wanted["ranks"] % size]
+    uneven = sorted(size for size in sizes if wanted["ranks"] % size)
     if uneven:
         raise NoTable(f"{path} has {uneven[0]} groups of {wanted['ranks']} ranks")
     if not any(compared(speeds, size) for size in sizes):
         raise NoTable(f"{path} does not compare layouts with groups and without")
     stated = found[MEASURED]
     return LayoutTable(speeds, f"{stated.get('input_len')} + {stated.get('output_len')} tokens")
+
+
+def _speeds(path: Path, found: Mapping[str, Any]) -> LayoutSpeeds:
+    """Return the speeds in a table.
+
+    Raises:
+        NoTable: a number of requests, a number of groups or a speed is no positive number.
+    """
+    speeds: dict[int, dict[int, float]] = {}
+    for requests, row in measured_tables.rows(path, found, SPEEDS, "layouts").items():
+        if not all(groups.isdecimal() and int(groups) for groups in row):
+            raise NoTable(f"{path} is no table of layouts: {SPEEDS} of {requests}")
+        speeds[requests] = {int(groups): speed for groups, speed in row.items()}
+    return speeds
 
 
 def decided_groups(context: CheckContext, name: str) -> DecidedSize:
