@@ -88,6 +88,7 @@ def test_without_a_table_the_plan_is_that_of_tensor_parallelism(plan_of: Any) ->
     assert stated(plan) == (1, "no table for NVIDIA H200, 4 ranks, bfloat16: tensor parallelism")
     assert [one.name for one in plan.choices_in("parallel")] == ["tensor"]
     assert (plan.mesh, plan.sizes, plan.budget) == (plain.mesh, plain.sizes, plain.budget)
+    assert plan.fingerprint == plain.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ def test_a_table_decides_by_the_concurrent_requests(
     named = plan_of(TP, AUTO | {"size": groups}, running=running)
     assert plan.mesh == named.mesh == {"tp": 4, "dp": groups}
     assert (plan.sizes, plan.budget, plan.choices) == (named.sizes, named.budget, named.choices)
+    assert plan.fingerprint == named.fingerprint
 
 
 def test_groups_that_are_never_faster_are_not_taken(plan_of: Any, tmp_path: Path) -> None:
