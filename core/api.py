@@ -50,7 +50,12 @@ from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.plugin.grammar_options import GrammarOptions
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.plugin.modes import EVERY_MODE_EAGER, EVERY_MODE_GRAPH
+from glowplug.core.plugin.modes import (
+    EVERY_MODE_EAGER,
+    EVERY_MODE_GRAPH,
+    AutoSize,
+    DecidedSize,
+)
 from glowplug.core.plugin.offers import (
     AttentionOffers,
     CacheOffers,
@@ -93,9 +98,11 @@ from glowplug.core.plugin.speculative_options import SpeculativeOptions
 __all__ = [
     "AttentionOffers",
     "AttentionOptions",
+    "AutoSize",
     "BudgetLine",
     "CONTRACT",
     "Decided",
+    "DecidedSize",
     "OPERATIONAL",
     "CacheOffers",
     "CacheOptions",

@@ -50,7 +50,8 @@ from glowplug.entrypoints.front.front import Stream
 
 SLOT_PROTOCOLS = {slot.protocol for slot in SLOTS}
 OFFERS = {slot.offers for slot in SLOTS}
-BESIDE_OFFERS = {"cache": [api.Tier]}  #: slot -> types of its offers' fields
+#: slot -> types of its offers' fields
+BESIDE_OFFERS = {"cache": [api.Tier], "parallel": [api.AutoSize, api.DecidedSize]}
 
 
 def public(module: ModuleType) -> list[Any]:
@@ -117,7 +118,7 @@ class Pages:
             self.section("Components and checks", [*declared, api.Decided]),
             self.section("Refusals and errors", errors),
             heading("Names", [self.constants()]),
-            self.section("Modes, capture and the base of offers", [*_of(modes)]),
+            self.section("Modes, capture and the base of offers", _base_offers()),
             *(self.slot(slot.name, slot.offers) for slot in SLOTS),
             self.section("Tuners", [TableTuner, TuneTable, LayerShapes]),
         )
@@ -234,6 +235,12 @@ class Pages:
             self.section("Statistics", [messages.Stats, *_of(draft_counts)]),
             self.section("Errors", [PlanRefused, api.RequestError]),
         )
+
+
+def _base_offers() -> list[Any]:
+    """Return what every slot's offers share, without the types listed with one slot's."""
+    beside = [one for things in BESIDE_OFFERS.values() for one in things]
+    return [one for one in _of(modes) if one not in beside]
 
 
 def _structured() -> list[Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import WithJsonSchema
 
@@ -25,6 +26,12 @@ def type_of(annotation: Any) -> str:
         for item in getattr(part, "__metadata__", ()):
             if isinstance(item, WithJsonSchema) and item.json_schema is not None:
                 return f"{item.json_schema['format']} | None"
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(map(type_of, get_args(annotation)))
+    if get_origin(annotation) is Annotated:
+        kind, *marks = get_args(annotation)
+        bounds = ", ".join(_bounds([one for mark in marks for one in mark.metadata]))
+        return type_of(kind) + (f" ({bounds})" if bounds else "")
     shown = (
         annotation.__name__
         if isinstance(annotation, type) and not getattr(annotation, "__args__", None)

@@ -6,6 +6,8 @@ choice is recorded as a Decision with its reason. Plan zone: no torch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.candidates import contributed, pick
 from glowplug.core.plan.checks.adaptive import decide_adaptive, possible_shapes
@@ -15,13 +17,16 @@ from glowplug.core.plan.device import choose_device, choose_dtypes
 from glowplug.core.plan.draft_model import choose_draft_model, choose_draft_source
 from glowplug.core.plan.kv_entries import own_cache_family
 from glowplug.core.plan.proposal import Proposal, chosen_of, options_of
-from glowplug.core.plugin.component import Component, Options
+from glowplug.core.plugin.component import ChosenOf, Component, Options
 from glowplug.core.plugin.draft_shape import DraftShape
-from glowplug.core.plugin.offers import ModelOffers
+from glowplug.core.plugin.offers import ModelOffers, ParallelOffers
+from glowplug.core.plugin.options import ParallelOptions
 from glowplug.core.plugin.slots import SLOTS, Slot
 
 #: guide to writing a model family, for refusals of unknown architectures
 FAMILY_GUIDE = "docs/writing-a-plugin.md#a-model-family"
+
+AUTO = "auto"  #: size of a strategy that the plan decides
 
 
 def choose(proposal: Proposal) -> None:
@@ -31,6 +36,7 @@ def choose(proposal: Proposal) -> None:
     _choose_model(proposal)
     open_slots = [slot for slot in SLOTS if slot.section and not _take_given(proposal, slot)]
     _decide_numbers(proposal)
+    _decide_sizes(proposal)
     for slot in open_slots:
         pick(proposal, slot)
         if slot.name in ("speculative", "parallel"):
@@ -184,11 +190,49 @@ def _decide_numbers(proposal: Proposal) -> None:
     values.draft_layers = 0 if own_cache_family(proposal) else layers
     mesh: dict[str, int] = {}
     for strategy in proposal.parallel:
-        for axis in sorted(strategy.offers.axes):
-            mesh[axis] = getattr(strategy.options, "size", 1)
+        size = getattr(strategy.options, "size", 1)
+        if size != AUTO:
+            mesh.update(dict.fromkeys(sorted(strategy.offers.axes), size))
     values.mesh = mesh
     values.ranks = max(mesh.get("tp", 1) * mesh.get("pp", 1), mesh.get("world", 1), 1)
     values.hosts = _hosts(proposal)
+
+
+def _decide_sizes(proposal: Proposal) -> None:
+    """Decide the sizes of strategies that are "auto", and leave out those of size 1."""
+    sized = [_sized(proposal, *numbered) for numbered in enumerate(proposal.parallel)]
+    kept = tuple(strategy for strategy in sized if strategy is not None)
+    if kept != proposal.parallel:
+        proposal.chosen["parallel"] = kept
+        _decide_numbers(proposal)
+
+
+def _sized(
+    proposal: Proposal, number: int, strategy: ChosenOf[ParallelOffers, ParallelOptions]
+) -> ChosenOf[ParallelOffers, ParallelOptions] | None:
+    """Return a strategy with its size decided; None if it is left out or refused.
+
+    Args:
+        number: place of the strategy in the list.
+    """
+    if getattr(strategy.options, "size", 1) != AUTO:
+        return strategy
+    field = f"parallel.{number}.size"
+    auto = strategy.offers.auto_size
+    found = auto.decide(proposal.context(strategy.options)) if auto else _no_auto(strategy, field)
+    if isinstance(found, Refusal):
+        proposal.refusals.append(replace(found, origin=proposal.origin("parallel", strategy.name)))
+        return None
+    proposal.decide(field, found.size, AUTO, found.why, notable=True)
+    if found.size == 1:
+        return None
+    return replace(strategy, options=strategy.options.model_copy(update={"size": found.size}))
+
+
+def _no_auto(strategy: ChosenOf[ParallelOffers, ParallelOptions], field: str) -> Refusal:
+    """Return the refusal of the size "auto" of a strategy that does not decide it."""
+    reason = f"{strategy.name} does not offer auto_size, which decides the size"
+    return Refusal(strategy.name, field, reason, f"{field} = a number")
 
 
 def _draft_shape(proposal: Proposal) -> DraftShape:

@@ -1,11 +1,14 @@
-"""Modes of a step, capture levels, and the base of all offers. Plan zone: no torch."""
+"""Modes of a step, capture levels, the base of all offers and their parts. Plan zone: no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cached_property
+from typing import Any, NamedTuple
+
+from glowplug.core.errors import Refusal
 
 
 class Mode(StrEnum):
@@ -79,3 +82,47 @@ class Offers:
     def captures_in(self) -> frozenset[Mode]:
         """Modes in which it can be part of a captured graph."""
         return frozenset(mode for mode, level in self.modes.items() if level >= Capture.GRAPH)
+
+
+HOST_MEMORY = "host memory"  #: place of a tier whose bytes the plan counts as the host's memory
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place beside the KV pool in which a prefix cache keeps evicted pages.
+
+    Attributes:
+        option: the cache's option with the bytes of the tier on each rank; 0 bytes: no tier.
+        place: where the bytes are. Host memory is refused if the host has too little.
+    """
+
+    option: str
+    place: str = HOST_MEMORY
+
+
+class DecidedSize(NamedTuple):
+    """The size of a parallelism strategy whose option ``size`` is "auto".
+
+    Attributes:
+        size: the size; 1: the plan leaves the strategy out.
+        why: reason, for the plan.
+    """
+
+    size: int
+    why: str
+
+
+@dataclass(frozen=True)
+class AutoSize:
+    """How the size of a parallelism strategy is decided whose option ``size`` is "auto".
+
+    Attributes:
+        decide: function from a ``CheckContext`` to the size, or to the refusal of "auto". The mesh
+            in its values has the axes of the strategies whose size is a number.
+        table_writer: ``"package.module:function"`` that writes the table of a record of ``glowplug
+            tune parallel``, by which ``decide`` chooses. It receives the plan of one of the
+            measured layouts and the record, and returns the path.
+    """
+
+    decide: Callable[[Any], DecidedSize | Refusal]
+    table_writer: str

@@ -28,9 +28,12 @@ from glowplug.core.plugin.modes import (
     EVERY_MODE_EAGER as EVERY_MODE_EAGER,
     EVERY_MODE_GRAPH as EVERY_MODE_GRAPH,
     FLOAT_DTYPES as FLOAT_DTYPES,
+    HOST_MEMORY as HOST_MEMORY,
+    AutoSize,
     Capture as Capture,
     Mode as Mode,
     Offers as Offers,
+    Tier as Tier,
 )
 
 
@@ -136,6 +139,7 @@ class ParallelOffers(Offers):
         expert_copies: function from the strategy's options to the number of copies of experts that
             each layer has beside its routed experts, if ranks may hold other than consecutive
             experts (``held_experts``), else None; None for a strategy that never does this.
+        auto_size: how its option ``size`` is decided if that may be "auto"; None if it may not.
     """
 
     axes: frozenset[str] = frozenset()
@@ -144,6 +148,7 @@ class ParallelOffers(Offers):
     exchanges: bool | Callable[[Any, Mapping[str, int]], bool] = True
     buffer_bytes: Callable[[ExchangeSizes], int] | None = None
     expert_copies: Callable[[Any], int | None] | None = None
+    auto_size: AutoSize | None = None
 
 
 @dataclass(frozen=True)
@@ -189,22 +194,6 @@ class SchedulerOffers(Offers):
 
     adapts: bool = False
     restores: bool = False
-
-
-HOST_MEMORY = "host memory"  #: place of a tier whose bytes the plan counts as the host's memory
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A place beside the KV pool in which a prefix cache keeps evicted pages.
-
-    Attributes:
-        option: the cache's option with the bytes of the tier on each rank; 0 bytes: no tier.
-        place: where the bytes are. Host memory is refused if the host has too little.
-    """
-
-    option: str
-    place: str = HOST_MEMORY
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,12 @@ from glowplug.core.plugin.loading import (
     describe,
     import_factory,
 )
-from glowplug.core.plugin.offers import CollectiveOffers, QuantizationOffers, SpeculativeOffers
+from glowplug.core.plugin.offers import (
+    CollectiveOffers,
+    ParallelOffers,
+    QuantizationOffers,
+    SpeculativeOffers,
+)
 from glowplug.core.plugin.registry import (
     PluginSet,
     built_in_plugins,
@@ -272,4 +277,18 @@ def write_exchange_table(plugins: PluginSet, record: Mapping[str, Any]) -> Path 
     if not isinstance(offers, CollectiveOffers) or not offers.table_writer:
         return None
     path: Path | None = resolve_name(offers.table_writer)(record)
+    return path
+
+
+def write_layout_table(plugins: PluginSet, plan: EnginePlan, record: Mapping[str, Any]) -> Path:
+    """Write the table of measured layouts that a strategy's size is decided by; return its path.
+
+    Args:
+        plugins: the loaded plugins.
+        plan: the plan of one of the layouts.
+        record: of ``tune parallel``; it names the strategy, which offers ``auto_size``.
+    """
+    offers = plugins.offers("parallel", record["strategy"])
+    assert isinstance(offers, ParallelOffers) and offers.auto_size is not None
+    path: Path = resolve_name(offers.auto_size.table_writer)(plan, record)
     return path

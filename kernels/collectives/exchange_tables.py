@@ -12,23 +12,22 @@ They are found as other tuned tables are (:mod:`glowplug.kernels.launch.tuned_ta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from glowplug.kernels.launch import tuned_tables
+from glowplug.kernels.launch import measured_tables, tuned_tables
+from glowplug.kernels.launch.measured_tables import MEASURED, Found, Rows
 from glowplug.kernels.launch.tuned_tables import NoTable
 
 ALL_REDUCE = "all_reduce"
 EXCHANGE = "expert exchange"
-MEASURED = "measured"  #: part with the conditions
 #: a time below this share of that of a smaller size is no noise, but a wrong measurement
 LEAST_SHARE = 0.6
 
-Times = Mapping[int, Mapping[str, float]]  #: size -> way -> microseconds
+Times = Rows  #: size -> way -> microseconds
 
 
 @dataclass(frozen=True)
@@ -46,17 +45,7 @@ class ExchangeTable:
     exchange: Times = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class FoundTable:
-    """The table for a card, a number of ranks and a dtype.
-
-    Attributes:
-        table: the table; None if there is none.
-        why: source of the times, or the reason why there are none, for the plan.
-    """
-
-    table: ExchangeTable | None
-    why: str
+FoundTable = Found[ExchangeTable]
 
 
 def file_name(card: str, ranks: int, dtype: str) -> str:
@@ -70,16 +59,11 @@ def exchange_table(card: str, ranks: int, dtype: str) -> FoundTable:
 
     A file that is no such table is passed over, and the reason says so.
     """
-    about = f"{card}, {ranks} ranks, {dtype}"
-    bad = ""
-    for folder in tuned_tables.folders():
-        path = folder / file_name(card, ranks, dtype)
-        if path.is_file():
-            try:
-                return FoundTable(read(path, card, ranks, dtype), f"measured on {about}{bad}")
-            except NoTable as error:
-                bad += f"; ignored: {error}"
-    return FoundTable(None, f"no table for {about}{bad}")
+    return measured_tables.first_fitting(
+        file_name(card, ranks, dtype),
+        f"{card}, {ranks} ranks, {dtype}",
+        lambda path: read(path, card, ranks, dtype),
+    )
 
 
 def read(path: Path, card: str, ranks: int, dtype: str) -> ExchangeTable:
@@ -90,38 +74,24 @@ def read(path: Path, card: str, ranks: int, dtype: str) -> ExchangeTable:
             times that cannot be right.
     """
     found = tuned_tables.contents(path)
-    said = found.get(MEASURED, {})
-    for name, wanted in (("card", card), ("ranks", ranks), ("dtype", dtype)):
-        if said.get(name) != wanted:
-            raise NoTable(f"{path} states {name} {said.get(name)!r}, not {wanted!r}")
-    hidden = said.get("hidden")
+    wanted = {"card": card, "ranks": ranks, "dtype": dtype}
+    measured_tables.check_conditions(path, found, wanted)
+    hidden = found[MEASURED].get("hidden")
     if not isinstance(hidden, int) or hidden < 1:
         raise NoTable(f"{path} states no hidden size")
-    parts = [_times(path, name, found.get(name, {})) for name in (ALL_REDUCE, EXCHANGE)]
+    parts = [_times(path, found, name) for name in (ALL_REDUCE, EXCHANGE)]
     return ExchangeTable(hidden, *parts)
 
 
-def _times(path: Path, part: str, found: Mapping[str, Any]) -> Times:
+def _times(path: Path, found: Mapping[str, Any], part: str) -> Times:
     """Return the times of one part of a file.
 
     Raises:
         NoTable: a size or a time is no positive number, or a larger size takes much less time.
     """
-    times: dict[int, Mapping[str, float]] = {}
-    for size, row in found.items():
-        fits = size.isdecimal() and int(size) and isinstance(row, dict)
-        if not fits or not all(map(_is_time, row.values())):
-            raise NoTable(f"{path} is no table of exchanges: {part} of {size}")
-        times[int(size)] = row
-    times = dict(sorted(times.items()))
+    times = measured_tables.rows(path, found, part, "exchanges")
     _check_rise(path, part, times)
     return times
-
-
-def _is_time(spent: Any) -> bool:
-    """Return whether ``spent`` is a positive number."""
-    number = isinstance(spent, int | float) and not isinstance(spent, bool)
-    return number and math.isfinite(spent) and spent > 0
 
 
 def _check_rise(path: Path, part: str, times: Times) -> None:
@@ -167,9 +137,5 @@ def write(path: Path, measured: Mapping[str, Any], parts: Mapping[str, Times]) -
         measured: the conditions: "card", "ranks", "dtype", "hidden" and others.
         parts: times by part.
     """
-    sized = {
-        name: {str(size): dict(row) for size, row in sorted(times.items())}
-        for name, times in parts.items()
-    }
-    tuned_tables.write(path, {MEASURED: dict(measured), **sized})
+    measured_tables.write(path, measured, parts)
     exchange_table.cache_clear()

@@ -42,7 +42,7 @@ class DpAttention(Unsplit):
     def __init__(self, options: DpAttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         assert worker.collectives is not None, "groups exchange through the rank's collectives"
         self._collectives = worker.collectives
-        self._groups = options.size
+        self._groups = axis_size("dp", plan.mesh)
         own = coordinates(worker.rank, plan.mesh)
         self._shapes = plan.sizes.step_shapes
         self._group = own["dp"]

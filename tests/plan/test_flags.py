@@ -15,7 +15,7 @@ from glowplug.core.errors import PlanRefused
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.cli.flags.command_line import CommandLine, read_command_line
-from glowplug.entrypoints.cli.flags.flag import byte_count, text_list
+from glowplug.entrypoints.cli.flags.flag import byte_count, count_or_auto, text_list
 from glowplug.entrypoints.cli.flags.layer import command_line_layer, literal
 from glowplug.entrypoints.cli.flags.parser import Parser
 from glowplug.entrypoints.cli.flags.speculative import speculative_config
@@ -198,6 +198,7 @@ def test_every_flag_sets_its_field_under_every_name(plugins: PluginSet, flag) ->
         float: "0.5",
         None: None,
         byte_count: "3G",
+        count_or_auto: "3",
         text_list: '["*"]',
         speculative_config: '{"method": "mtp", "num_speculative_tokens": 3}',
     }.get(flag.convert, "word")

@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flags.flag import Flag
+from glowplug.entrypoints.cli.flags.flag import Flag, count_or_auto
 from glowplug.entrypoints.cli.flags.table import FLAGS
 from tests.plan.test_flags import given
 
-VALUES = {int: ("1", "2"), float: ("0.25", "0.5"), str: ("one", "two")}
+VALUES = {
+    int: ("1", "2"),
+    count_or_auto: ("2", "auto"),
+    float: ("0.25", "0.5"),
+    str: ("one", "two"),
+}
 VALUED = [flag for flag in FLAGS if flag.convert in VALUES]
 
 

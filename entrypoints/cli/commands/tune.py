@@ -25,11 +25,14 @@ from glowplug.core.protocols.tuning import TableTuner, TuneTable
 from glowplug.core.startup.layer_shapes import layer_shapes
 from glowplug.core.startup.lone_rank import plan_of_ranks
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
-from glowplug.entrypoints.cli import tune_published, tune_speculative
+from glowplug.entrypoints.cli import tune_parallel, tune_published, tune_speculative
 from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.cli.flags.command_line import read_command_line
 from glowplug.entrypoints.cli.tune_workers import run_workers
 
+#: tuners that measure whole engines, by name
+ENGINE_TUNERS = {tuner.NAME: tuner for tuner in (tune_speculative, tune_parallel)}
+MINUTES = 10.0  #: default time limit
 FACTS_REFUSED = Refusal(
     "tune",
     "--facts",
@@ -46,8 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-minutes",
         type=float,
-        default=10.0,
-        help="time limit; run the command again to continue",
+        help=f"time limit; run the command again to continue; default: {MINUTES:g}",
     )
     group.add_argument(
         "--rows",
@@ -69,6 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ray", action="store_true", help="use the GPUs of a Ray cluster (RAY_ADDRESS)"
     )
     tune_speculative.configure(parser)
+    tune_parallel.configure(parser)
     tune_published.configure(parser)
     add_engine_options(parser)
 
@@ -81,19 +84,21 @@ def run(args: argparse.Namespace) -> int:
             tuner or a refused model.
     """
     try:
-        if args.tuner != tune_speculative.NAME:
+        tuner = ENGINE_TUNERS.get(args.tuner)
+        if tuner is None:
             tune_published.translate(args)
         given = read_command_line(args)
         refusals = [*given.layer.refusals, *([FACTS_REFUSED] if args.facts else [])]
         if refusals:
             raise ConfigError(refusals, given.source)
-        if args.tuner == tune_speculative.NAME:
-            others = [*_kernel_options(args), *tune_published.given_options(args)]
-            _refuse_options(tune_speculative.NAME, others)
+        others = _engine_options(args) if tuner is None else _others_options(args)
+        args.max_minutes = MINUTES if args.max_minutes is None else args.max_minutes
+        if tuner is not None:
+            _refuse_options(tuner.NAME, others)
             extra = {"plugins": tuple(args.extra_plugins)} if args.extra_plugins else {}
-            return tune_speculative.run(args, {**given.config, **extra})
+            return int(tuner.run(args, {**given.config, **extra}))
         tune_published.choose_tuner(args, given.config, given.plugins)
-        _refuse_options("a tuner of kernels", tune_speculative.given_options(args))
+        _refuse_options("a tuner of kernels", others)
         return _tune_kernels(args, given.config, given.plugins)
     except (GlowplugError, OSError, ValueError) as error:
         print(f"glowplug tune: {error}", file=sys.stderr)
@@ -108,14 +113,29 @@ def _tune_kernels(args: argparse.Namespace, config: Mapping[str, Any], plugins: 
         for tuner in tuners or ()
     }
     if args.tuner is None:
-        print(f"{tune_speculative.NAME:<12} {tune_speculative.SUMMARY}")
+        print("\n".join(f"{name:<12} {one.SUMMARY}" for name, one in ENGINE_TUNERS.items()))
         print("\n".join(f"{tuner.name:<12} {tuner.summary}" for tuner, _ in found.values()))
         return 0
     if args.tuner not in found:
-        known = ", ".join(sorted({*found, tune_speculative.NAME}))
+        known = ", ".join(sorted({*found, *ENGINE_TUNERS}))
         raise ValueError(f"no tuner {args.tuner!r}; available: {known}")
     with tempfile.TemporaryDirectory(prefix="glowplug-tune-") as folder:
         return _tune(args, *found[args.tuner], config, plugins, Path(folder))
+
+
+def _engine_options(args: argparse.Namespace) -> list[str]:
+    """Return the options for tuners of engines that are set, each once."""
+    given = (tuner.given_options(args) for tuner in ENGINE_TUNERS.values())
+    return list(dict.fromkeys(name for names in given for name in names))
+
+
+def _others_options(args: argparse.Namespace) -> list[str]:
+    """Return the options that are set and that the tuner ``args.tuner`` of engines lacks."""
+    own = ENGINE_TUNERS[args.tuner].given_options(args)
+    others = [name for name in _engine_options(args) if name not in own]
+    if args.tuner == tune_parallel.NAME and args.max_minutes is not None:
+        others.append("--max-minutes")
+    return [*_kernel_options(args), *tune_published.given_options(args), *others]
 
 
 def _kernel_options(args: argparse.Namespace) -> list[str]:

@@ -7,7 +7,7 @@ then refuses the component by name.
 
 from __future__ import annotations
 
-from glowplug.entrypoints.cli.flags.flag import Flag, byte_count, switch
+from glowplug.entrypoints.cli.flags.flag import Flag, byte_count, count_or_auto, switch
 from glowplug.entrypoints.cli.flags.speculative import (
     BY_FOLDER,
     CONFIG_FLAG,
@@ -166,8 +166,8 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
             "--attention-data-parallel-size",
         ),
         "parallel[dp_attention].size",
-        "number of data-parallel groups",
-        int,
+        "number of data-parallel groups; auto: by the measured table of this card",
+        count_or_auto,
     ),
     switch(
         "--enable-dp-attention",

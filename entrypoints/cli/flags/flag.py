@@ -91,6 +91,15 @@ def byte_count(text: str) -> int:
     return round(float(number) * float(base**power))
 
 
+def count_or_auto(text: str) -> int | str:
+    """Parse a whole number, or "auto".
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    return text if text == "auto" else int(text)
+
+
 def text_list(text: str) -> list[str]:
     """Parse a JSON list of strings.
 
