@@ -12,7 +12,7 @@ They are found as other tuned tables are (:mod:`glowplug.kernels.launch.tuned_ta
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +27,7 @@ EXCHANGE = "expert exchange"
 MEASURED = "measured"  #: part with the conditions
 #: a time below this share of that of a smaller size is no noise, but a wrong measurement
 LEAST_SHARE = 0.6
+MOST_DIGITS = 18  #: digits of a size
 
 Times = Mapping[int, Mapping[str, float]]  #: size -> way -> microseconds
 
@@ -95,7 +96,7 @@ def read(path: Path, card: str, ranks: int, dtype: str) -> ExchangeTable:
         if said.get(name) != wanted:
             raise NoTable(f"{path} states {name} {said.get(name)!r}, not {wanted!r}")
     hidden = said.get("hidden")
-    if not isinstance(hidden, int) or hidden < 1:
+    if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1:
         raise NoTable(f"{path} states no hidden size")
     parts = [_times(path, name, found.get(name, {})) for name in (ALL_REDUCE, EXCHANGE)]
     return ExchangeTable(hidden, *parts)
@@ -109,9 +110,10 @@ def _times(path: Path, part: str, found: Mapping[str, Any]) -> Times:
     """
     times: dict[int, Mapping[str, float]] = {}
     for size, row in found.items():
-        fits = size.isdecimal() and int(size) and isinstance(row, dict)
+        counts = size.isdecimal() and len(size) <= MOST_DIGITS and int(size) > 0
+        fits = counts and isinstance(row, dict)
         if not fits or not all(map(_is_time, row.values())):
-            raise NoTable(f"{path} is no table of exchanges: {part} of {size}")
+            raise NoTable(f"{path} is no table of exchanges: {part} of {size[:MOST_DIGITS]}")
         times[int(size)] = row
     times = dict(sorted(times.items()))
     _check_rise(path, part, times)
@@ -119,9 +121,9 @@ def _times(path: Path, part: str, found: Mapping[str, Any]) -> Times:
 
 
 def _is_time(spent: Any) -> bool:
-    """Return whether ``spent`` is a positive number."""
+    """Return whether ``spent`` is a positive number that a float can hold."""
     number = isinstance(spent, int | float) and not isinstance(spent, bool)
-    return number and math.isfinite(spent) and spent > 0
+    return number and 0 < spent <= sys.float_info.max
 
 
 def _check_rise(path: Path, part: str, times: Times) -> None:
