@@ -46,8 +46,9 @@ def place(path: str, origins: Mapping[str, str]) -> str:
     "" if these have none either.
     """
     if path not in origins:
+        below = f"{path}."
         for key, where in origins.items():
-            if key.startswith(f"{path}."):
+            if key.startswith(below):
                 return where
     while path:
         if path in origins:

@@ -124,10 +124,8 @@ def _flatten(value: Any, prefix: str, found: dict[str, Any]) -> None:
     for key, item in items:
         path = f"{prefix}{key}"
         found[path] = item
-        if (
-            isinstance(item, dict)
-            or isinstance(item, list | tuple)
-            and any(isinstance(one, dict) for one in item)
+        if isinstance(item, dict) or (
+            isinstance(item, (list, tuple)) and any(isinstance(one, dict) for one in item)
         ):
             _flatten(item, f"{path}.", found)
 

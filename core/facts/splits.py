@@ -35,6 +35,6 @@ def fitting_sizes(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) ->
 
 def _fits(model: ModelFacts, mesh: Mapping[str, int], block: int) -> bool:
     try:
-        return not uneven(model, mesh, block)
+        return all(split.divides(split.parts(mesh), block) for split in model.splits)
     except ValueError:
         return False

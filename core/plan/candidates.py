@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -12,7 +13,7 @@ from glowplug.core.plan.checks.components import component_checks, provider_chec
 from glowplug.core.plan.checks.contracts import since
 from glowplug.core.plan.checks.rules import use_field
 from glowplug.core.plan.checks.run import run_checks
-from glowplug.core.plan.proposal import Proposal, Trial, chosen_of, options_of
+from glowplug.core.plan.proposal import Proposal, Trial, chosen_of, given_options, options_of
 from glowplug.core.plugin.component import CONTRACT, Chosen, Component
 from glowplug.core.plugin.loading import Registration
 from glowplug.core.plugin.requirements import missing_packages
@@ -22,10 +23,12 @@ from glowplug.core.plugin.slots import Slot
 def pick(proposal: Proposal, slot: Slot) -> None:
     """Fill an open slot with the first candidate that no check refuses, or add a refusal."""
     candidates = _candidates(proposal, slot)
+    (section,) = proposal.config.section(slot)
+    given = given_options(section)
     refused: list[tuple[Registration, Refusal]] = []
     proposal.trial = Trial(slot.name, fixes=False)
     for candidate in candidates:
-        refusal = _try(proposal, slot, candidate)
+        refusal = _try(proposal, slot, candidate, given)
         if refusal is None:
             _record(proposal, slot, candidate.component, refused)
             break
@@ -33,7 +36,9 @@ def pick(proposal: Proposal, slot: Slot) -> None:
     else:
         proposal.trial = Trial(slot.name, fixes=True)
         failed = [
-            refusal for candidate in candidates if (refusal := _try(proposal, slot, candidate))
+            refusal
+            for candidate in candidates
+            if (refusal := _try(proposal, slot, candidate, given))
         ]
         proposal.chosen[slot.name] = ()
         proposal.refusals.append(_nothing_fits(slot, failed))
@@ -61,11 +66,12 @@ def _candidates(proposal: Proposal, slot: Slot) -> list[Registration]:
     """
     kind = proposal.facts.model.kind
     wanted = contributed(proposal, slot)
-    registered = sorted(
-        proposal.plugins.components(slot.name), key=lambda found: found.component.name != wanted
-    )
+    registered = proposal.plugins.components(slot.name)
+    if wanted:
+        registered = sorted(registered, key=lambda found: found.component.name != wanted)
+    any_kind = (kind,)
     of_kind = [
-        found for found in registered if kind in getattr(found.component.offers, "kinds", {kind})
+        found for found in registered if kind in getattr(found.component.offers, "kinds", any_kind)
     ]
     return _by_measured_time(proposal, slot, of_kind or registered)
 
@@ -78,14 +84,17 @@ def _by_measured_time(
     They take the places of each other; the others keep theirs. A time is what a candidate's
     ``measured`` returns, see ``AttentionOffers``.
     """
-    (section,) = proposal.config.section(slot)
-    context = proposal.context(section)
     times: dict[str, float] = {}
     for found in candidates:
         measured = getattr(found.component.offers, "measured", None)
-        time = measured(context) if measured is not None else None
+        if measured is None:
+            continue
+        (section,) = proposal.config.section(slot)
+        time = measured(proposal.context(section))
         if time is not None:
             times[found.component.name] = time
+    if len(times) < 2:
+        return candidates
     known = [found for found in candidates if found.component.name in times]
     ordered = iter(sorted(known, key=lambda found: times[found.component.name]))
     return [next(ordered) if found in known else found for found in candidates]
@@ -103,23 +112,29 @@ def _record(
         refused: the candidates tried before ``component``, each with its first refusal.
     """
     field = f"{slot.section}.use"
-    device = proposal.values.device
     source = proposal.source(field) if component.name == contributed(proposal, slot) else None
-    reasons = "; ".join(refusal.reason for _, refusal in refused)
-    by, why = source or ("auto", reasons or component.summary or "first that fits")
+    if not refused:
+        by, why = source or ("auto", component.summary or "first that fits")
+        proposal.decide(field, component.name, by, why)
+        return
+    device = proposal.values.device
+    by, why = source or ("auto", "; ".join(refusal.reason for _, refusal in refused))
     notable = any(device in other.component.offers.devices for other, _ in refused)
     proposal.decide(field, component.name, by, why, notable)
 
 
-def _try(proposal: Proposal, slot: Slot, found: Registration) -> Refusal | None:
+def _try(
+    proposal: Proposal, slot: Slot, found: Registration, given: Mapping[str, Any]
+) -> Refusal | None:
     """Put the candidate ``found`` into the slot, with the options given for the slot.
+
+    Args:
+        given: the options that the operator, a plugin or the caller gave for the slot.
 
     Returns:
         The first refusal of the candidate, or None if it fits.
     """
     component = found.component
-    (section,) = proposal.config.section(slot)
-    given = section.model_dump(mode="json", include=section.model_fields_set - {"use"})
     try:
         options = options_of(component, given)
     except ValidationError as error:  # the candidate narrows an option of the slot's base
@@ -160,7 +175,11 @@ def unfit(proposal: Proposal, slot: Slot, component: Component, chosen: Chosen) 
     library would help then.
     """
     own = own_check(proposal, slot, component, chosen)
-    if any(refusal.field == use_field(proposal, slot, chosen) for refusal in own):
+    if own:
+        use = use_field(proposal, slot, chosen)
+        if any(refusal.field == use for refusal in own):
+            return own
+    if not component.uses:
         return own
     return [*own, *provider_checks(proposal, slot, component, chosen)]
 
@@ -174,13 +193,14 @@ def own_check(
     """
     if component.check is None:
         return []
-    origin = proposal.origin(slot.name, chosen.name)
     try:
-        return [
-            Refusal(r.by, r.field, r.reason, r.fix, origin)
-            for r in component.check(proposal.context(chosen.options))
-        ]
+        refusals = list(component.check(proposal.context(chosen.options)))
+        if not refusals:
+            return []
+        origin = proposal.origin(slot.name, chosen.name)
+        return [Refusal(r.by, r.field, r.reason, r.fix, origin) for r in refusals]
     except Exception as error:
+        origin = proposal.origin(slot.name, chosen.name)
         reason = f"its check failed with {type(error).__name__}: {error}"
         fix = f"report it to {origin}; choose another component meanwhile"
         return [Refusal(chosen.name, slot.section or slot.name, reason, fix, origin)]

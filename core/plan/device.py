@@ -70,12 +70,11 @@ def _cpu_torch(proposal: Proposal) -> str:
 
 def _any_offers(proposal: Proposal, slot: Slot, device: str) -> bool:
     """Return whether any component that may fill the slot runs on ``device``."""
-    found = proposal.plugins.components(slot.name)
-    named = {options.use for options in proposal.config.section(slot)} - {"auto"}
+    named = [options.use for options in proposal.config.section(slot) if options.use != "auto"]
     return any(
-        device in r.component.offers.devices
-        for r in found
-        if not named or r.component.name in named
+        device in found.component.offers.devices
+        for found in proposal.plugins.components(slot.name)
+        if not named or found.component.name in named
     )
 
 

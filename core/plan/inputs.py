@@ -108,7 +108,9 @@ def _facts(
 
 def _complete(facts: Facts, draft: ModelReading | None, hosts: int) -> Facts:
     """Return ``facts`` with the draft model's facts and the number of (equal) hosts."""
-    hardware = replace(facts.hardware, hosts=hosts)
+    hardware = facts.hardware
+    if hardware.hosts != hosts:
+        hardware = replace(hardware, hosts=hosts)
     return replace(facts, hardware=hardware, draft=draft.facts if draft is not None else None)
 
 

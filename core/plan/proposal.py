@@ -16,7 +16,7 @@ from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.weight_classes import Tally
 from glowplug.core.plan.chosen import AllOf, FirstOf
 from glowplug.core.plan.plan import Decision
-from glowplug.core.plugin.component import CheckContext, Chosen, Component, Options
+from glowplug.core.plugin.component import CheckContext, Chosen, ChosenOf, Component, Options
 from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.grammar_options import GrammarOptions
 from glowplug.core.plugin.offers import (
@@ -215,6 +215,12 @@ class Proposal:
         return CheckContext(options, self.config, self.facts, self.chosen, self.values)
 
 
+def given_options(section: Options) -> dict[str, Any]:
+    """Return the values of a section that its configuration states, ``use`` excepted."""
+    stated = section.model_fields_set - {"use"}
+    return section.model_dump(mode="json", include=stated) if stated else {}
+
+
 def options_of(component: Component, given: Mapping[str, Any] = MappingProxyType({})) -> Options:
     """Return the component's options with the ``given`` values.
 
@@ -233,4 +239,5 @@ def _defaults(options: type[Options], name: str) -> Options:
 
 def chosen_of(component: Component, options: Options) -> Chosen:
     """Return ``component`` as chosen with ``options``."""
-    return Chosen(component.name, options, component.offers)
+    # NOTE: calling the alias ``Chosen`` takes three times as long
+    return ChosenOf(component.name, options, component.offers)

@@ -1,7 +1,7 @@
 """Registry of one session's plugins: built-ins, entry points and ``--plugin`` modules.
 
-Built-in plugins are loaded in the same way as third-party ones, which are found as entry points of
-the group ``glowplug``. Built-ins register first, so they come first in every list of candidates.
+Built-in plugins are loaded as third-party ones are, which are found as entry points of the group
+``glowplug``. Built-ins register first, so they come first in every list of candidates.
 There is no global registry. Plan zone: no torch.
 """
 
@@ -54,7 +54,7 @@ _ROUTINES = (FunctionType, MethodType, staticmethod, classmethod)
 class _Manager(pluggy.PluginManager):
     """pluggy's plugin manager, which inspects only the marked functions of a module.
 
-    Inspection of all attributes of a module takes half of a plugin's load time.
+    Inspecting all attributes of a module takes half of a plugin's load time.
     """
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
@@ -87,6 +87,7 @@ class PluginSet:
         self.sources: list[PluginSource] = []
         self._slots: dict[str, list[Registration]] = {slot.name: [] for slot in SLOTS}
         self._owner: dict[tuple[str, str], PluginSource] = {}
+        self._found: dict[tuple[str, str], Registration] = {}
         self._models: dict[tuple[str, int, int], ModelReading] = {}
         watched(timeout, sources, self._add)
 
@@ -112,7 +113,9 @@ class PluginSet:
                 f"phase: load plugins | fix: block one of them (--block-plugin {source.name})"
             )
         self._owner[slot, component.name] = source
-        self._slots[slot].append(Registration(component, source.distribution, source.version))
+        found = Registration(component, source.distribution, source.version)
+        self._slots[slot].append(found)
+        self._found[slot, component.name] = found
 
     def components(self, slot: str) -> list[Registration]:
         """Return the components registered in ``slot``, in order of preference."""
@@ -120,10 +123,7 @@ class PluginSet:
 
     def find(self, slot: str, name: str) -> Registration | None:
         """Return the component called ``name`` in ``slot``, or None."""
-        for registration in self._slots[slot]:
-            if registration.component.name == name:
-                return registration
-        return None
+        return self._found.get((slot, name))
 
     def offers(self, slot: str, name: str) -> Offers | None:
         """Return the component's offers, or None."""
@@ -139,7 +139,7 @@ class PluginSet:
         return self._owner[slot, name]
 
     def hooks_of(self, name: str) -> list[str]:
-        """Return the names of the hooks that the plugin called ``name`` implements."""
+        """Return the names of the hooks that the plugin ``name`` implements."""
         plugin = self._manager.get_plugin(name)
         callers = self._manager.get_hookcallers(plugin) if plugin is not None else None
         return [caller.name for caller in callers or []]
@@ -156,8 +156,9 @@ class PluginSet:
         """
         caller: pluggy.HookCaller = getattr(self.hook, hook)
         results = []
+        named = {one.name: one for one in self.sources}
         for impl in caller.get_hookimpls():
-            source = next(source for source in self.sources if source.name == impl.plugin_name)
+            source = named[impl.plugin_name]
             try:
                 result = impl.function(*(arguments[name] for name in impl.argnames))
             except Exception as error:
@@ -254,7 +255,7 @@ class PluginSet:
 
     @cached_property
     def software(self) -> SoftwareFacts:
-        """Versions of Python and of the installed ``packages``, and the path of a C++ compiler."""
+        """Versions of Python and the installed ``packages``, and a C++ compiler's path."""
         return software(self.packages)
 
     @cached_property

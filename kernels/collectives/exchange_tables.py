@@ -77,7 +77,7 @@ def read(path: Path, card: str, ranks: int, dtype: str) -> ExchangeTable:
     wanted = {"card": card, "ranks": ranks, "dtype": dtype}
     measured_tables.check_conditions(path, found, wanted)
     hidden = found[MEASURED].get("hidden")
-    if not isinstance(hidden, int) or hidden < 1:
+    if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1:
         raise NoTable(f"{path} states no hidden size")
     parts = [_times(path, found, name) for name in (ALL_REDUCE, EXCHANGE)]
     return ExchangeTable(hidden, *parts)

@@ -8,7 +8,7 @@ that was compared: ``{size: {way: number}}``. The files are found as other tuned
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.tuned_tables import NoTable
 
 MEASURED = "measured"  #: part with the conditions
+MOST_DIGITS = 18  #: digits of a size
 Rows = Mapping[int, Mapping[str, float]]  #: size -> way -> number
 Table = TypeVar("Table")
 
@@ -84,17 +85,18 @@ def rows(path: Path, contents: Mapping[str, Any], part: str, what: str) -> Rows:
     """
     found: dict[int, Mapping[str, float]] = {}
     for size, row in contents.get(part, {}).items():
-        fits = size.isdecimal() and int(size) and isinstance(row, dict)
+        counts = size.isdecimal() and len(size) <= MOST_DIGITS and int(size) > 0
+        fits = counts and isinstance(row, dict)
         if not fits or not all(map(_is_positive, row.values())):
-            raise NoTable(f"{path} is no table of {what}: {part} of {size}")
+            raise NoTable(f"{path} is no table of {what}: {part} of {size[:MOST_DIGITS]}")
         found[int(size)] = row
     return dict(sorted(found.items()))
 
 
 def _is_positive(value: Any) -> bool:
-    """Return whether ``value`` is a positive number."""
+    """Return whether ``value`` is a positive number that a float can hold."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0
+    return number and 0 < value <= sys.float_info.max
 
 
 def write(path: Path, measured: Mapping[str, Any], parts: Mapping[str, Rows]) -> None:

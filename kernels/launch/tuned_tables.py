@@ -145,7 +145,7 @@ def contents(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NoTable(f"{path} is not a table of measurements: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
         raise NoTable(f"{path} is not a table of measurements: it maps nothing to objects")

@@ -86,11 +86,24 @@ DRAFTS: dict[str, tuple[dict[str, Any], set[int]]] = {
 }
 #: variants of algorithms that share all but the draft's passes with one that runs in every variant
 FEW = {"eagle": ("no_cache", "graphs"), "eagle_tree": ("no_cache", "chunked")}
+CASES = [(variant, drafts) for drafts in DRAFTS for variant in FEW.get(drafts, VARIANTS)]
+#: of the others, every variant runs with a chain; each shape meets batches, graphs and small chunks
+SLOW = {
+    "one": {"no_overlap", "no_cache", "chunked", "unmixed", "page_1", "one_row", "eight_rows"},
+    "tree": {"no_overlap", "no_cache", "unmixed", "one_row", "eight_rows"},
+    "ngram": {"no_overlap", "no_cache", "unmixed", "page_1", "one_row"},
+    "ngram_tree": {"no_overlap", "batched", "unmixed", "one_row", "eight_rows"},
+    "standalone": {"no_overlap", "batched", "unmixed", "page_1", "one_row"},
+    "standalone_tree": {"no_overlap", "no_cache", "unmixed", "one_row", "eight_rows"},
+}
 
 
 @pytest.mark.parametrize(
     ("variant", "drafts"),
-    [(variant, drafts) for drafts in DRAFTS for variant in FEW.get(drafts, VARIANTS)],
+    [
+        pytest.param(*one, marks=pytest.mark.slow if one[0] in SLOW.get(one[1], ()) else ())
+        for one in CASES
+    ],
 )
 def test_same_tokens_while_sizes_switch(
     folder: Path,
@@ -110,22 +123,36 @@ def test_same_tokens_while_sizes_switch(
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
+#: requests that outgrow a small pool
+LONG = [
+    params.replace(max_tokens=80, min_tokens=70 if params.min_tokens else 0)
+    for params in features()
+]
+
+
+@pytest.fixture(scope="module")
+def long_answers(folder: Path) -> list[Completion]:
+    with LLM(**config_of(folder, {})) as llm:
+        return llm.generate(prompts(), LONG)
+
+
 @pytest.mark.parametrize(
     ("overlap", "drafts"),
     [
-        pytest.param(overlap, drafts, id=f"{'overlap' if overlap else 'in_turn'}-{drafts}")
+        pytest.param(
+            overlap,
+            drafts,
+            id=f"{'overlap' if overlap else 'in_turn'}-{drafts}",
+            marks=() if overlap or drafts in ("chain", "ngram_tree") else pytest.mark.slow,
+        )
         for drafts in DRAFTS
         for overlap in (False, True)
         if overlap or drafts not in FEW
     ],
 )
-def test_preempted_requests_keep_their_tokens(folder: Path, overlap: bool, drafts: str) -> None:
-    every = [
-        params.replace(max_tokens=80, min_tokens=70 if params.min_tokens else 0)
-        for params in features()
-    ]
-    with LLM(**config_of(folder, {})) as llm:
-        wanted = llm.generate(prompts(), every)
+def test_preempted_requests_keep_their_tokens(
+    folder: Path, long_answers: list[Completion], overlap: bool, drafts: str
+) -> None:
     small: dict[str, Any] = {
         "context_length": 200,
         "memory": {"kv_tokens": 208},
@@ -134,7 +161,7 @@ def test_preempted_requests_keep_their_tokens(folder: Path, overlap: bool, draft
     if drafts in ("tree", "standalone_tree", "eagle_tree"):
         small["memory"] = {"kv_tokens": 256}
     with LLM(plugins=PLUGINS, **config_of(folder, DRAFTS[drafts][0], **small)) as llm:
-        same(llm.generate(prompts(), every), wanted)
+        same(llm.generate(prompts(), LONG), long_answers)
         assert llm.stats.preemptions > 0
         all_pages_are_back(llm)
 
@@ -163,7 +190,9 @@ def test_a_pause_without_drafts_costs_no_acceptance(
         switching.take()
         config = config_of(folder, {"use": use, "steps": 3}, scheduler=scheduler, **more)
         with LLM(plugins=PLUGINS, **config) as llm:
-            llm.generate(prompts(), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+            llm.generate(
+                prompts()[::2], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+            )
         gains.append(gains_by_place(switching.take()))
     whole, *paused = gains
     for found in paused:

@@ -204,8 +204,20 @@ def negative() -> dict[str, Any]:
         (contents(64) | {"all_reduce": {"big": {}}}, "all_reduce of big"),
         (falling(), "has times that fall: all_reduce by nccl of 262144 takes 1 us, of 65536 12 us"),
         (negative(), "no table of exchanges: expert exchange of 8"),
+        (contents(64) | {"measured": []}, "it maps nothing to objects"),
+        (contents(64) | {"all_reduce": "fast"}, "it maps nothing to objects"),
+        (contents(64) | {"expert exchange": {"8": [6.0]}}, "expert exchange of 8"),
+        (contents(64) | {"expert exchange": {"8": {"push": None}}}, "expert exchange of 8"),
+        (contents(64) | {"all_reduce": {"8": {LIBRARY: 10**400}}}, "all_reduce of 8"),
+        (contents(64) | {"all_reduce": {"9" * 5000: {}}}, "all_reduce of 999999999999999999"),
+        (contents(True), "states no hidden size"),  # type: ignore[arg-type]
+        ('{"a":' * 50_000, "is not a table of measurements: maximum recursion depth"),
     ],
-    ids=["truncated", "list", "card", "ranks", "dtype", "hidden", "size", "falling", "negative"],
+    ids=[
+        *("truncated", "list", "card", "ranks", "dtype", "hidden", "size", "falling", "negative"),
+        *("measured is a list", "part is a text", "row is a list", "time is null", "time is huge"),
+        *("size is huge", "hidden is a truth value", "deep"),
+    ],
 )
 def test_a_bad_table_is_ignored_and_the_plan_says_so(
     found: Any, reason: str, plan_of: Any, tmp_path: Path

@@ -113,10 +113,14 @@ class LayerBytes:
             features: number of features of a token that a draft reads, in hidden states.
             tokens: tokens of the step in each dp group.
         """
-        gathered = tokens * self.mesh.get("dp", 1)
+        step = self.even_step(tokens)
         mixed = any(self.model.sizes.routed[: self.model.num_layers])
-        extra = self.experts(gathered).fragmentation if mixed and not self._expandable else 0
-        return self.with_features(StepTokens(tokens, gathered, tokens), features) + extra
+        extra = self.experts(step.gathered).fragmentation if mixed and not self._expandable else 0
+        return self.with_features(step, features) + extra
+
+    def even_step(self, tokens: int) -> StepTokens:
+        """Return the token counts of a step with ``tokens`` tokens in each dp group, of one row."""
+        return StepTokens(tokens, tokens * self.mesh.get("dp", 1), tokens)
 
     def activations(self, step: StepTokens) -> int:
         """Return the peak bytes of a step's layers, including indices and rotations of tokens."""

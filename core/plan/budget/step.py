@@ -35,13 +35,17 @@ def workspace_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
     memory of attention, sampling, CUDA runtime and graphs.
     """
     model = proposal.facts.model
-    lines = [_activation_line(proposal, counts), _logit_line(proposal, counts.rows)]
+    layers = LayerBytes(proposal)
+    lines = [
+        _activation_line(proposal, layers, counts),
+        _logit_line(proposal, layers, counts.rows),
+    ]
     if model.kind == "mla" or model.head_dim:
         lines.append(_rope_tables(proposal))
     lines += _draft_head_line(proposal)
     lines += _draft_state_line(proposal, counts.rows)
     if proposal.values.device == "cuda":
-        lines += _device_lines(proposal, counts)
+        lines += _device_lines(proposal, layers, counts)
     if proposal.config.memory.reserve_bytes:
         lines.append(
             BudgetLine("reserve", proposal.config.memory.reserve_bytes, "memory.reserve_bytes")
@@ -49,7 +53,7 @@ def workspace_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
     return lines
 
 
-def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
+def _device_lines(proposal: Proposal, layers: LayerBytes, counts: Counts) -> list[BudgetLine]:
     """Return the budget lines that exist only on a GPU."""
     rows = counts.rows
     lines = _attention_line(proposal, rows)
@@ -62,9 +66,7 @@ def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
     )
     lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
     lines += _collective_lines(proposal, counts)
-    graphs = graph_line(
-        proposal, counts.captured, partial(LayerBytes(proposal).claimed, features_of(proposal))
-    )
+    graphs = graph_line(proposal, counts.captured, partial(layers.claimed, features_of(proposal)))
     return [*lines, graphs] if graphs is not None else lines
 
 
@@ -169,7 +171,7 @@ def _sampler(proposal: Proposal) -> SamplerOffers:
     return sampler.offers if sampler is not None else SamplerOffers()
 
 
-def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
+def _activation_line(proposal: Proposal, layers: LayerBytes, counts: Counts) -> BudgetLine:
     """Return the budget line of the activations of the largest step."""
     groups = counts.groups
     step_tokens = counts.step_tokens
@@ -179,7 +181,10 @@ def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
         how += f", {gathered} of {groups} groups in the feed-forward layers"
     if proposal.values.device == "cuda":
         step = _largest_step(proposal, counts, gathered)
-        size = max(LayerBytes(one).with_features(step, features_of(one)) for one in proposal.models)
+        size = layers.with_features(step, features_of(proposal))
+        if proposal.draft is not None:
+            drafts = LayerBytes(proposal.draft)
+            size = max(size, drafts.with_features(step, features_of(proposal.draft)))
     else:
         size = max(_on_host(one, step_tokens, gathered) for one in proposal.models)
     return BudgetLine("activations", size, how)
@@ -198,14 +203,7 @@ def _largest_step(proposal: Proposal, counts: Counts, gathered: int) -> StepToke
     return StepTokens(counts.step_tokens, gathered, longest, cached)
 
 
-def _even_step(proposal: Proposal, tokens: int) -> int:
-    """Return the activation bytes of a step with the same number of tokens in each dp group."""
-    return LayerBytes(proposal).activations(
-        StepTokens(tokens, tokens * proposal.values.mesh.get("dp", 1), tokens)
-    )
-
-
-def _logit_line(proposal: Proposal, rows: int) -> BudgetLine:
+def _logit_line(proposal: Proposal, layers: LayerBytes, rows: int) -> BudgetLine:
     """Return the budget line of the logits.
 
     The line covers a step that samples all rows with every sampling parameter, and the scoring of a
@@ -223,7 +221,7 @@ def _logit_line(proposal: Proposal, rows: int) -> BudgetLine:
         copies = held / count
         size = max(
             held * vocabulary * 4 + count * model.hidden_size * DTYPE_BYTES[proposal.values.dtype],
-            _even_step(proposal, max(count, SCORED + 1)),
+            layers.activations(layers.even_step(max(count, SCORED + 1))),
         )  # a prompt's first token is not scored
     return BudgetLine(
         "logits", size, f"{count} rows of {vocabulary} tokens, float32, {copies:.3g} copies"

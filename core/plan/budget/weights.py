@@ -73,10 +73,9 @@ def weights_by_rank(
     for kind, count in wanted.items():
         if kind.role in (VOCAB, TIED):
             rows[kind] = count // model.vocab_size * number_bytes(kind, storage)
-    row = sum(rows.values())
-    return tuple(
-        even + int(row) * vocabulary_rows(model.vocab_size, mesh, rank) for rank in range(ranks)
-    )
+    row = int(sum(rows.values()))
+    held = vocabulary_rows(model.vocab_size, mesh, ranks)
+    return tuple(even + row * count for count in held)
 
 
 def _wanted(tally: Tally, drafts: int, experts: int, redundant: int) -> Tally:
@@ -131,12 +130,16 @@ def parts_of(role: str, model: ModelFacts, mesh: Mapping[str, int], exchange: bo
     return tp if role in (WIDTH, EXPERTS) else 1  # experts: ep blocks with moe_tp slices each
 
 
-def vocabulary_rows(vocab: int, mesh: Mapping[str, int], rank: int) -> int:
-    """Return the number of rows that a rank holds of the embedding and of the head.
+def vocabulary_rows(vocab: int, mesh: Mapping[str, int], ranks: int) -> list[int]:
+    """Return the number of rows that each of the ranks holds of the embedding and of the head.
 
-    All ranks hold the same number of rows, except that the last ones may hold fewer.
+    All ranks hold the same number of rows, except that the last ones of a dp group may hold fewer.
     """
-    return deal(vocab, axis_size("attn_tp", mesh), coordinates(rank, mesh).get("attn_tp", 0))[1]
+    parts = axis_size("attn_tp", mesh)
+    counts = [deal(vocab, parts, part)[1] for part in range(parts)]
+    if counts[0] == counts[-1]:
+        return counts[:1] * ranks
+    return [counts[coordinates(rank, mesh).get("attn_tp", 0)] for rank in range(ranks)]
 
 
 def _part(total: float, parts: int) -> int:

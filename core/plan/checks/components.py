@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.checks.contracts import since
-from glowplug.core.plan.checks.rules import instead, listed, refuse, use_field
+from glowplug.core.plan.checks.rules import instead, listed, refuse
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import CONTRACT, Chosen, Component
 from glowplug.core.plugin.requirements import installation, missing_packages
@@ -32,10 +32,14 @@ def component_checks(
             f"for this release of glowplug; its author has to change: {'; '.join(changes)}; "
             f"and to state contract={CONTRACT} (docs/contracts.md)",
         )
-    unfit = [*_device(proposal, slot, chosen), *_dtype(proposal, slot, chosen)]
-    yield from unfit
+    device = _device(proposal, slot, chosen)
+    if device is not None:
+        yield device
+    dtype = _dtype(proposal, slot, chosen)
+    if dtype is not None:
+        yield dtype
     # a component that cannot run here would not be helped by installing packages
-    if all(refusal.field != use_field(proposal, slot, chosen) for refusal in unfit):
+    if component.requires and device is None:
         yield from _packages(proposal, slot, component, chosen)
 
 
@@ -72,42 +76,44 @@ def provider_checks(
             )
 
 
-def _device(proposal: Proposal, slot: Slot, chosen: Chosen) -> Iterator[Refusal]:
+def _device(proposal: Proposal, slot: Slot, chosen: Chosen) -> Refusal | None:
     """Refuse a component that does not run on the plan's device or its compute capability."""
     offers = chosen.offers
     device = proposal.values.device
     machine = proposal.facts.hardware
     if device not in offers.devices:
-        yield refuse(
+        return refuse(
             proposal,
             slot.name,
             chosen,
             f"{chosen.name} runs on {listed(offers.devices)}, the device is {device}",
             instead(proposal, slot.name, lambda o: True, f'device = "{min(offers.devices)}"'),
         )
-    elif device == "cuda" and (offers.compute or offers.least_compute):
+    if device == "cuda" and (offers.compute or offers.least_compute):
         cards = {card.compute for card in machine.devices}
         if not offers.runs_on(cards):
             supported = listed(offers.compute) or f"{offers.least_compute} and later"
-            yield refuse(
+            return refuse(
                 proposal,
                 slot.name,
                 chosen,
                 f"{chosen.name} supports SM{supported}; {machine.name} has SM{listed(cards)}",
                 instead(proposal, slot.name, lambda o: True, "another device"),
             )
+    return None
 
 
-def _dtype(proposal: Proposal, slot: Slot, chosen: Chosen) -> Iterator[Refusal]:
+def _dtype(proposal: Proposal, slot: Slot, chosen: Chosen) -> Refusal | None:
     """Refuse a component that does not support the compute dtype."""
     dtypes = chosen.offers.dtypes
     dtype = proposal.values.dtype
-    if slot.step and dtype not in dtypes:
-        yield refuse(
-            proposal,
-            slot.name,
-            chosen,
-            f"{chosen.name} computes in {listed(dtypes)}, the dtype is {dtype}",
-            f'dtype = "{min(dtypes)}"',
-            field="dtype",
-        )
+    if not slot.step or dtype in dtypes:
+        return None
+    return refuse(
+        proposal,
+        slot.name,
+        chosen,
+        f"{chosen.name} computes in {listed(dtypes)}, the dtype is {dtype}",
+        f'dtype = "{min(dtypes)}"',
+        field="dtype",
+    )

@@ -64,7 +64,6 @@ def check_nextn(proposal: Proposal) -> Iterator[Refusal]:
     model = proposal.model
     if chosen is None or model is None:
         return
-    none = instead(proposal, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
     target = proposal.facts.model
     folder = proposal.facts.draft
     if not model.offers.nextn:
@@ -73,7 +72,7 @@ def check_nextn(proposal: Proposal) -> Iterator[Refusal]:
             "speculative",
             chosen,
             f"{chosen.name} needs a next-token layer, which {model.name} does not build",
-            none,
+            _no_drafts(proposal),
         )
     elif folder is None and not target.nextn_layers and not proposal.values.draft_folder:
         why = f" ({'; '.join(target.notes)})" if target.notes else ""
@@ -83,10 +82,15 @@ def check_nextn(proposal: Proposal) -> Iterator[Refusal]:
             chosen,
             f"{chosen.name} drafts with the checkpoint's own next-token layer; "
             f"{target.path} has none{why}",
-            f"{none}, or {FOLDER} = a folder with one",
+            f"{_no_drafts(proposal)}, or {FOLDER} = a folder with one",
         )
     elif folder is not None:
         yield from _architecture(proposal, chosen, model.offers, folder)
+
+
+def _no_drafts(proposal: Proposal) -> str:
+    """Return the fix that names algorithms that draft nothing."""
+    return instead(proposal, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
 
 
 def _architecture(

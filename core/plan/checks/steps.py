@@ -57,6 +57,7 @@ def check_one_call_parser(proposal: Proposal) -> Iterator[Refusal]:
 
 PLAIN_STEPS = frozenset({Mode.PREFILL, Mode.DECODE})
 VERIFYING_STEPS = frozenset({Mode.PREFILL, Mode.VERIFY})
+EVERY_MODE = frozenset(Mode)
 DRAFT_MODEL_STEPS = frozenset({Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND})
 
 
@@ -72,8 +73,9 @@ def needed_modes(proposal: Proposal) -> frozenset[Mode]:
             modes |= {Mode.DRAFT_DECODE}
         if any(shape.steps == 0 for shape in proposal.values.draft_shapes):
             modes |= {Mode.DECODE}
-    if any(strategy.offers.idle_steps for strategy in proposal.parallel):
-        return modes | {Mode.IDLE}
+    for strategy in proposal.parallel:
+        if strategy.offers.idle_steps:
+            return modes | {Mode.IDLE}
     return modes
 
 
@@ -91,8 +93,13 @@ STEP_PATH = tuple(slot.name for slot in SLOTS if slot.step)
 @reads(*STEP_PATH)
 def check_modes(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse components that cannot run in a needed mode."""
+    limited = [
+        (slot, chosen) for slot, chosen in proposal.step_path() if chosen.offers.runs != EVERY_MODE
+    ]
+    if not limited:
+        return
     needed = needed_modes(proposal)
-    for slot, chosen in proposal.step_path():
+    for slot, chosen in limited:
         if not needed <= chosen.offers.runs:
             missing = needed - chosen.offers.runs
             yield refuse(
@@ -109,7 +116,7 @@ def check_modes(proposal: Proposal) -> Iterator[Refusal]:
 def check_capture(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse graph runners that capture steps with a component that cannot be captured."""
     runner = proposal.graphs
-    if runner is None:
+    if runner is None or not runner.offers.captures:
         return
     if proposal.values.device not in runner.offers.devices:
         return  # another check refuses the runner

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from glowplug.core.errors import Refusal
-from glowplug.core.plan.proposal import Proposal, chosen_of, options_of
+from glowplug.core.plan.proposal import Proposal, chosen_of, given_options, options_of
 from glowplug.core.plugin.component import CheckContext, Chosen, Component, Options
 from glowplug.core.plugin.requirements import missing_packages
 from glowplug.core.plugin.slots import BY_NAME, Slot
@@ -31,7 +31,11 @@ def suggestions(proposal: Proposal, slot: str, fits: Callable[[Any], bool]) -> l
         for component in registered
         if fits(component.offers) and _allowed(proposal, component)
     ]
-    against = {component.name: _refused(proposal, place, component) for component in candidates}
+    sections = () if place.many else proposal.config.section(place)
+    given = given_options(sections[0]) if sections else {}
+    against = {
+        component.name: _refused(proposal, place, component, given) for component in candidates
+    }
     use = f"{place.section}.use"
     admitted = [
         component
@@ -51,7 +55,7 @@ def _allowed(proposal: Proposal, component: Component) -> bool:
     offers = component.offers
     device = proposal.values.device
     kind = proposal.facts.model.kind
-    if device not in offers.devices or kind not in getattr(offers, "kinds", {kind}):
+    if device not in offers.devices or kind not in getattr(offers, "kinds", (kind,)):
         return False
     if device == "cuda" and not offers.runs_on(
         {card.compute for card in proposal.facts.hardware.devices}
@@ -70,10 +74,17 @@ def _takes_dtypes(proposal: Proposal, slot: Slot, component: Component) -> bool:
     )
 
 
-def _refused(proposal: Proposal, slot: Slot, component: Component) -> list[Refusal]:
-    """Return the refusals that a component's own check would yield if chosen for the slot."""
-    options = _options(proposal, slot, component)
-    if component.check is None or options is None:
+def _refused(
+    proposal: Proposal, slot: Slot, component: Component, given: Mapping[str, Any]
+) -> list[Refusal]:
+    """Return the refusals that a component's own check would yield if chosen for the slot.
+
+    ``given``: the values that the slot's section of the configuration states.
+    """
+    if component.check is None:
+        return []
+    options = _options(component, given)
+    if options is None:
         return []
     chosen: dict[str, tuple[Chosen, ...]] = {
         **proposal.chosen,
@@ -89,21 +100,15 @@ def _refused(proposal: Proposal, slot: Slot, component: Component) -> list[Refus
         return []
 
 
-def _options(proposal: Proposal, slot: Slot, component: Component) -> Options | None:
-    """Return a component's options, with the operator's values for the fields that it has.
+def _options(component: Component, given: Mapping[str, Any]) -> Options | None:
+    """Return a component's options, with the ``given`` values for the fields that it has.
 
     The result is None if the component does not accept these values.
     """
-    sections = () if slot.many else proposal.config.section(slot)
-    given = {
-        name: value
-        for options in sections
-        for name, value in options.model_dump(
-            mode="json", include=options.model_fields_set - {"use"}
-        ).items()
-        if name in component.options.model_fields
-    }
+    fields = component.options.model_fields
     try:
-        return options_of(component, given)
+        return options_of(
+            component, {name: value for name, value in given.items() if name in fields}
+        )
     except ValidationError:
         return None
