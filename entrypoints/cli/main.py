@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +27,13 @@ class Command:
     Attributes:
         module: dotted name of a module with ``configure(parser)`` and ``run(args) -> exit code``.
         help: one line for the list of commands.
+        starts_programs: True: the command starts other programs, and ends them when it is
+            terminated.
     """
 
     module: str
     help: str
+    starts_programs: bool = False
 
 
 COMMANDS: dict[str, Command] = {
@@ -68,14 +73,20 @@ COMMANDS: dict[str, Command] = {
         "glowplug.entrypoints.cli.commands.schema",
         "print the JSON Schema of the configuration, for editors",
     ),
-    "bench": Command("glowplug.entrypoints.bench", "run benchmarks: one-batch, serving, ..."),
+    "bench": Command(
+        "glowplug.entrypoints.bench",
+        "run benchmarks: one-batch, serving, ...",
+        starts_programs=True,
+    ),
     "ablate": Command(
         "glowplug.entrypoints.bench.ablation.command",
         "measure techniques on and off, a fresh engine for each row of a table",
+        starts_programs=True,
     ),
     "eval": Command(
         "glowplug.entrypoints.evaluation",
         "measure accuracy: gsm8k, mmlu, ...",
+        starts_programs=True,
     ),
     "tune": Command(
         "glowplug.entrypoints.cli.commands.tune",
@@ -150,8 +161,25 @@ def _run(name: str, words: Sequence[str]) -> int:
     module: Any = importlib.import_module(command.module)
     parser = Parser(prog=f"glowplug {name}", description=command.help)
     module.configure(parser)
-    code: int = module.run(parser.parse_args(list(words)))
-    return code
+    args = parser.parse_args(list(words))
+    if not command.starts_programs:
+        return int(module.run(args))
+    with _exit_at_sigterm():
+        return int(module.run(args))
+
+
+@contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that context managers end the programs they started."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _plugin_command(name: str, words: Sequence[str]) -> int:
