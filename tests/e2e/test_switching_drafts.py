@@ -19,6 +19,7 @@ from tests.plugins import switching
 from tests.support.draft_requests import GREEDY, VOCAB, all_pages_are_back, features, prompts, same
 from tests.support.eagle import write_random_head
 from tests.support.layouts import layout
+from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import write_config
 
 PLUGINS = ["tests.plugins.switching", "tests.plugins.replaying"]
@@ -100,10 +101,7 @@ SLOW = {
 
 @pytest.mark.parametrize(
     ("variant", "drafts"),
-    [
-        pytest.param(*one, marks=pytest.mark.slow if one[0] in SLOW.get(one[1], ()) else ())
-        for one in CASES
-    ],
+    some_slow_rows(CASES, [one for one in CASES if one[0] in SLOW.get(one[1], ())]),
 )
 def test_same_tokens_while_sizes_switch(
     folder: Path,
