@@ -164,15 +164,16 @@ def test_preempted_requests_keep_their_tokens(
         all_pages_are_back(llm)
 
 
-RUNS = pytest.mark.parametrize(
-    ("overlap", "graphs"),
-    [(False, False), (True, False), (False, True)],
-    ids=["in_turn", "overlap", "graphs"],
+RUNS = ((False, False), (True, False), (False, True))  #: (overlap, graphs)
+
+
+@pytest.mark.parametrize(
+    ("use", "overlap", "graphs"),
+    some_slow_rows(
+        [(use, *run) for use in ("nextn", "standalone") for run in RUNS],
+        [("nextn", True, False), ("standalone", False, False)],
+    ),
 )
-
-
-@RUNS
-@pytest.mark.parametrize("use", ["nextn", "standalone"])
 def test_a_pause_without_drafts_costs_no_acceptance(
     folder: Path, use: str, overlap: bool, graphs: bool
 ) -> None:
@@ -228,7 +229,7 @@ def plugins() -> PluginSet:
     return load_plugins([THREADS, *PLUGINS], entry_points=False)
 
 
-@RUNS
+@pytest.mark.parametrize(("overlap", "graphs"), RUNS, ids=["in_turn", "overlap", "graphs"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_switch_together(
     folder: Path, plugins: PluginSet, layout: str, overlap: bool, graphs: bool
