@@ -291,7 +291,7 @@ def embedded_counts(
         return [ranks.collected[i].counts for i in range(len(conversations))]
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", some_slow([1, 3], [1]))
 def test_accept_lengths_of_the_embedded_model(conversations: list[list[int]], steps: int) -> None:
     alone = embedded_counts(conversations, steps, one_by_one=True)
     assert sum(map(sum, alone)) / sum(map(len, alone)) > 1.5, (

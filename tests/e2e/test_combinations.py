@@ -19,8 +19,11 @@ from tests.support.combinations import (
     sample,
     trees,
 )
+from tests.support.slow_cases import some_slow
 
-SAMPLED = 28
+SAMPLED = sample(28, seed=20)  #: two of each layout
+#: the second of each, except for an exchange that no other has
+SLOW = [one for one in SAMPLED[14:] if one.exchange != "all_gather"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def test_the_reference_has_clear_winners_and_varied_events(known: Reference) -> 
     assert sum(len(one.tokens) for one in known.collected.values()) > 150
 
 
-@pytest.mark.parametrize("one", sample(SAMPLED, seed=20), ids=lambda one: one.name)
+@pytest.mark.parametrize("one", some_slow(SAMPLED, SLOW), ids=lambda one: one.name)
 def test_same_tokens(known: Reference, one: Combination) -> None:
     run(one, known)
 
@@ -86,9 +89,10 @@ def test_same_tokens_with_trees_of_drafts(known: Reference, one: Combination) ->
 
 def test_the_sample_covers_every_layout() -> None:
     everything = {(one.tp, one.ep, one.dp) for one in matrix() if one.fits}
-    found = sample(SAMPLED, seed=20)
+    found = [one for one in SAMPLED if one not in SLOW]
     assert {(one.tp, one.ep, one.dp) for one in found} == everything
     assert {one.steps for one in found} == {0, 1, 2, 3}
+    assert {one.exchange for one in found} == {"auto", "all_gather", "all_to_all"}
     for axis in ("radix", "chunked", "overlap"):
         assert {getattr(one, axis) for one in found} == {True, False}
 

@@ -207,7 +207,24 @@ COMPANY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
+WITH_TREE = ("llama-3", "deepseek-llama-3")
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        pytest.param(
+            form,
+            shape,
+            id=f"{form}-{'tree' if shape else 'chain'}",
+            # each form runs with one of the shapes; 6 to 10 s a test
+            marks=pytest.mark.slow if form in SLOW or bool(shape) != (form in WITH_TREE) else (),
+        )
+        for form in FORMS
+        for shape in ({}, TREE)
+    ],
+    indirect=["model"],
+)
 def test_a_request_gains_the_same_in_any_company(model: Model, shape: dict[str, int]) -> None:
     """Accept lengths are equal alone and batched, eager and replayed, with and without a cached
     prefix, in chunks, and with overlapped steps or without.

@@ -14,6 +14,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.entrypoints.front.llm import Completion
 from tests.e2e.cuts import CUTS
+from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import VOCAB, write_config
 
 PROMPTS = 12
@@ -64,7 +65,10 @@ def same(got: list[Completion], want: list[Completion]) -> None:
         )
 
 
-@pytest.fixture(scope="module", params=["v3", "v2", "llama", "v3_fp8"])
+MODELS = ("v3", "v2", "llama", "v3_fp8")
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -91,7 +95,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+#: scheduling is that of the others; these models differ in layers and weights
+SLOW = [
+    (model, variant)
+    for model in ("v2", "v3_fp8")
+    for variant in ("no_overlap", "chunked_one", "two_rows", "preempted_no_overlap", "priority")
+]
+
+
+@pytest.mark.parametrize(
+    ("folder", "variant"),
+    some_slow_rows([(model, variant) for variant in VARIANTS for model in MODELS], SLOW),
+    indirect=["folder"],
+)
 def test_same_tokens_and_logits(folder: Path, alone: list[Completion], variant: str) -> None:
     with engine(folder, **VARIANTS[variant]) as llm:
         first = llm.generate(prompts(), PARAMS)

@@ -25,6 +25,7 @@ from tests.support.draft_requests import (
     prompts,
     same,
 )
+from tests.support.slow_cases import some_slow
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **CUTS,
@@ -73,7 +74,7 @@ def test_preempted_requests_go_on_where_they_were(
     assert stats.preemptions > 0
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", some_slow([1, 3], [1]))
 def test_a_request_gains_the_same_in_any_company(folder: Path, steps: int) -> None:
     """Each request gains the same tokens in each step: alone, batched, with and without a cached
     prefix, in chunks.

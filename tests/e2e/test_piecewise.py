@@ -14,6 +14,7 @@ import torch
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import CaptureError
 from tests.plugins import replaying_runtime
+from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import VOCAB, write_config
 
 COUNTS = [4, 8, 16, 32]
@@ -54,7 +55,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["v3", "v2", "llama"])
+MODELS = ("v3", "v2", "llama")
+#: (model, case); with each model prompts are replayed plainly and in chunks
+SLOW = [
+    *(("v2", case) for case in ("no_cache", "page_1", "in_turn")),
+    *(("llama", case) for case in ("no_cache", "page_1")),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name = request.param
     more = {"num_nextn_predict_layers": 1} if name == "v3" else {}
@@ -110,10 +119,16 @@ def results(llm: LLM) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("folder", "case"),
+    some_slow_rows(
+        # the others have no layer to draft with
+        [(model, case) for case in CASES for model in MODELS if case != "nextn" or model == "v3"],
+        SLOW,
+    ),
+    indirect=["folder"],
+)
 def test_replayed_prompts_give_the_eager_tokens(folder: Path, case: str) -> None:
-    if case == "nextn" and "v3" not in folder.name:
-        pytest.skip("it has no layer to draft with")
     with eager(folder, **CASES[case]) as llm:
         want = results(llm)
     with engine(folder, **CASES[case]) as llm:

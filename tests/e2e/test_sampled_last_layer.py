@@ -13,6 +13,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from tests.e2e.test_piecewise import BASE, COUNTS, LENGTHS, prompts, results
 from tests.plugins import replaying_runtime
+from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import write_config
 
 SIZES: dict[str, dict[str, Any]] = {"v2": {}, "v3": {}, "one_layer": {"num_hidden_layers": 1}}
@@ -56,7 +57,19 @@ def engine(folder: Path, last_layer: str, replayed: bool = False, **config: Any)
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+#: (model, case); each case runs with one of the larger models, and some with both
+SLOW = [
+    *(("v2", case) for case in ("no_cache", "in_turn", "many")),
+    *(("v3", case) for case in ("page_1", "chunks")),
+    *(("one_layer", case) for case in ("no_cache", "page_1", "in_turn")),
+]
+
+
+@pytest.mark.parametrize(
+    ("folder", "case"),
+    some_slow_rows([(model, case) for case in CASES for model in SIZES], SLOW),
+    indirect=["folder"],
+)
 def test_the_same_tokens(folder: Path, case: str) -> None:
     with engine(folder, "all", **CASES[case]) as llm:
         want = results(llm)

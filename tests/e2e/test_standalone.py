@@ -33,6 +33,7 @@ from tests.support.draft_requests import (
 )
 from tests.support.layouts import layout
 from tests.support.parity import COMMON, Reference, write
+from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import write_config
 
 STEPS = 3
@@ -142,7 +143,18 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "variant"), PAIRS, indirect=["model"])
+#: by default each variant runs with one form, and each form with several variants
+SLOW_PAIRS = [
+    (form, variant)
+    for place, variant in enumerate(SAME)
+    for number, form in enumerate(FORMS)
+    if (place + number) % 4 == 2
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "variant"), some_slow_rows(PAIRS, SLOW_PAIRS), indirect=["model"]
+)
 def test_the_same_tokens_as_without_speculation(
     model: Model, plain: tuple[list[Completion], list[Completion]], variant: str
 ) -> None:
@@ -156,36 +168,58 @@ def test_the_same_tokens_as_without_speculation(
         assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlap"])
-def test_preempted_requests_keep_their_tokens(
-    near: Model, shape: dict[str, int], overlap: bool
-) -> None:
-    every = [params.replace(max_tokens=80, min_tokens=0) for params in features()]
+LONG = [params.replace(max_tokens=80, min_tokens=0) for params in features()]
+
+
+@pytest.fixture(scope="module")
+def long_answers(near: Model) -> list[Completion]:
     with engine(near.target, None) as llm:
-        wanted = llm.generate(prompts(), every)
+        return llm.generate(prompts(), LONG)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "shape"),
+    [
+        pytest.param(False, {}, id="in_turn-chain"),
+        pytest.param(False, TREE, id="in_turn-tree", marks=pytest.mark.slow),
+        pytest.param(True, {}, id="overlap-chain", marks=pytest.mark.slow),
+        pytest.param(True, TREE, id="overlap-tree"),
+    ],
+)
+def test_preempted_requests_keep_their_tokens(
+    near: Model, long_answers: list[Completion], shape: dict[str, int], overlap: bool
+) -> None:
     small: dict[str, Any] = {
         "context_length": 200,
         "memory": {"kv_tokens": 256},
         "scheduler": {"overlap": overlap},
     }
     with engine(near.target, near.draft, speculative=shape, **small) as llm:
-        same(llm.generate(prompts(), every), wanted)
+        same(llm.generate(prompts(), LONG), long_answers)
         assert llm.stats.preemptions > 0
         all_pages_are_back(llm)
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
+CELLS = [
+    (topk, one)
+    for one in (
         Combination(),
         Combination(tp=2),
         Combination(tp=2, radix=False, overlap=False),
         Combination(tp=2, chunked=True),
-    ],
-    ids=lambda one: one.name,
+    )
+    for topk in (1, 3)
+]
+
+
+@pytest.mark.parametrize(
+    ("topk", "one"),
+    some_slow_rows(
+        CELLS,
+        [(3, Combination()), (1, Combination(tp=2)), (3, Combination(tp=2, chunked=True))],
+    ),
+    ids=lambda part: part.name if isinstance(part, Combination) else f"topk {part}",
 )
-@pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
 def test_ranks_yield_the_tokens_of_one_rank(tmp_path: Path, one: Combination, topk: int) -> None:
     """Requests share prefixes, are preempted, chunked and aborted on ranks that split the draft."""
     known = reference(tmp_path / "target")

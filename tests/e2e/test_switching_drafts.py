@@ -19,6 +19,7 @@ from tests.plugins import switching
 from tests.support.draft_requests import GREEDY, VOCAB, all_pages_are_back, features, prompts, same
 from tests.support.eagle import write_random_head
 from tests.support.layouts import layout
+from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import write_config
 
 PLUGINS = ["tests.plugins.switching", "tests.plugins.replaying"]
@@ -100,10 +101,7 @@ SLOW = {
 
 @pytest.mark.parametrize(
     ("variant", "drafts"),
-    [
-        pytest.param(*one, marks=pytest.mark.slow if one[0] in SLOW.get(one[1], ()) else ())
-        for one in CASES
-    ],
+    some_slow_rows(CASES, [one for one in CASES if one[0] in SLOW.get(one[1], ())]),
 )
 def test_same_tokens_while_sizes_switch(
     folder: Path,
@@ -166,15 +164,16 @@ def test_preempted_requests_keep_their_tokens(
         all_pages_are_back(llm)
 
 
-RUNS = pytest.mark.parametrize(
-    ("overlap", "graphs"),
-    [(False, False), (True, False), (False, True)],
-    ids=["in_turn", "overlap", "graphs"],
+RUNS = ((False, False), (True, False), (False, True))  #: (overlap, graphs)
+
+
+@pytest.mark.parametrize(
+    ("use", "overlap", "graphs"),
+    some_slow_rows(
+        [(use, *run) for use in ("nextn", "standalone") for run in RUNS],
+        [("nextn", True, False), ("standalone", False, False)],
+    ),
 )
-
-
-@RUNS
-@pytest.mark.parametrize("use", ["nextn", "standalone"])
 def test_a_pause_without_drafts_costs_no_acceptance(
     folder: Path, use: str, overlap: bool, graphs: bool
 ) -> None:
@@ -230,7 +229,7 @@ def plugins() -> PluginSet:
     return load_plugins([THREADS, *PLUGINS], entry_points=False)
 
 
-@RUNS
+@pytest.mark.parametrize(("overlap", "graphs"), RUNS, ids=["in_turn", "overlap", "graphs"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_switch_together(
     folder: Path, plugins: PluginSet, layout: str, overlap: bool, graphs: bool

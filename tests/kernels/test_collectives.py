@@ -6,6 +6,7 @@ has not run. Waiting itself is tested on several devices.
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -40,7 +41,7 @@ from glowplug.plugins.parallel.placed_exchange import (  # noqa: E402
     PlacedExchange,
     slot_table,
 )
-from tests.support.slow_cases import some_slow  # noqa: E402
+from tests.support.slow_cases import some_slow, some_slow_rows  # noqa: E402
 
 HALF = torch.float16
 
@@ -93,8 +94,12 @@ def summed(given: list[Tensor]) -> Tensor:
     return total.to(given[0].dtype)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 200, 256])
+#: (ranks, numbers); every number of two ranks, and of more those around a tile
+SUMS = [(ranks, count) for count in (1, 63, 64, 65, 200, 256) for ranks in (2, 3, 4)]
+SLOW_SUMS = [one for one in SUMS if one[0] > 2 and one[1] in (63, 64, 200)] + [(3, 256)]
+
+
+@pytest.mark.parametrize(("ranks", "count"), some_slow_rows(SUMS, SLOW_SUMS))
 @pytest.mark.parametrize(
     "dtypes",
     some_slow([(HALF,), (torch.float32,), (HALF, torch.float32)], [(HALF, torch.float32)]),
@@ -205,7 +210,10 @@ def test_norm_of_the_sum_equals_an_all_reduce_and_a_norm(size: int, parts: int) 
 @pytest.mark.parametrize(("ranks", "within"), [(2, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize(
     "counts",
-    some_slow([(1, 1, 1, 1), (3, 0, 2, 1), (4, 4, 4, 4)], [(4, 4, 4, 4)]),  # 25 s
+    some_slow(
+        [(1, 1, 1, 1), (3, 0, 4, 1), (4, 4, 4, 4)],
+        [(1, 1, 1, 1), (4, 4, 4, 4)],  # 25 s each
+    ),
 )
 def test_tokens_reach_their_experts_and_return(
     ranks: int, within: int, counts: tuple[int, ...]
@@ -300,8 +308,13 @@ def test_tokens_reach_their_experts_and_return(
             torch.testing.assert_close(sums.float(), wanted, atol=2e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [HALF, torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize("count", [0, 1, 5, 6])
+ARRIVALS = list(itertools.product((HALF, torch.float32, torch.float8_e4m3fn), (0, 1, 5, 6)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    some_slow_rows(ARRIVALS, [one for one in ARRIVALS if one[0].itemsize > 1 and one[1] in (0, 5)]),
+)
 def test_tokens_arrive_bit_by_bit_in_every_dtype(
     dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,8 +359,13 @@ def test_tokens_arrive_bit_by_bit_in_every_dtype(
                             assert torch.equal(got.scales[at], scales[source][row])
 
 
-@pytest.mark.parametrize("columns", [1, 60, 64, 130])
-@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "columns"),
+    some_slow_rows(
+        itertools.product((HALF, torch.float32), (1, 60, 64, 130)),
+        [(HALF, 64), (HALF, 130), (torch.float32, 1)],
+    ),
+)
 def test_rows_are_gathered_side_by_side(columns: int, dtype: torch.dtype) -> None:
     ranks, rows = 3, 4
     group = Group.of(ranks, 4096, 128)

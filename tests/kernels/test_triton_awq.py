@@ -23,6 +23,7 @@ from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # no
 from glowplug.kernels.formats import awq  # noqa: E402
 from glowplug.kernels.gemm import int4_awq as awq_gemm  # noqa: E402
 from glowplug.kernels.moe.narrow import int4_awq as moe_gemm_awq  # noqa: E402
+from tests.support.slow_cases import some_slow_rows  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 EXACT = 4e-3 if DEVICE == "cuda" else 1e-5  #: error of rounding the result to 16 bits
@@ -165,12 +166,18 @@ WAYS = {
 }
 
 
+#: (way, tokens, absent, group)
+CASES = [
+    (way, *case)
+    for way in WAYS
+    for case in ((1, False, 128), (7, True, 32), (16, False, 64), (19, True, 192))
+]
+SLOW = [(way, 7, True, 32) for way in ("rule", "sorted")]  #: 7 to 12 s each in the interpreter
+SLOW += [("dense", 19, True, 192), ("dense", 1, False, 128)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("tokens", "absent", "group"),
-    [(1, False, 128), (7, True, 32), (16, False, 64), (19, True, 192)],
-)
+@pytest.mark.parametrize(("way", "tokens", "absent", "group"), some_slow_rows(CASES, SLOW))
 def test_experts(tokens: int, absent: bool, group: int, way: str, dtype: torch.dtype) -> None:
     case = Case(tokens, 5, 192, 64, group, absent, dtype)
     near(case.run(WAYS[way]), case.wanted(), 2 * EXACT)

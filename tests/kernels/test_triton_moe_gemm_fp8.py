@@ -25,6 +25,7 @@ from glowplug.kernels.moe.fp8 import (  # noqa: E402
     tiles as moe_fp8_tiles,
 )
 from glowplug.kernels.moe.fp8.pair_tiles import tiles_of  # noqa: E402
+from tests.support.slow_cases import some_slow_rows  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 #: inner activations beside a rounding boundary may round either way; the interpreter casts some of
@@ -148,8 +149,20 @@ def test_experts(config: str, tokens: int, hidden: int, inter: int) -> None:
     close(case.found(CONFIGS[config]), case.wanted())
 
 
-@pytest.mark.parametrize("config", [name for name in CONFIGS if name != "parts"])
-@pytest.mark.parametrize("tokens, hidden, inter", [(2, 256, 256), (7, 200, 128)])
+#: (configuration, tokens, hidden, inter)
+ORDERED = [
+    (name, *sizes)
+    for sizes in ((2, 256, 256), (7, 200, 128))
+    for name in CONFIGS
+    if name != "parts"
+]
+SLOW_ORDERED = [(name, 7, 200, 128) for name in ("paired", "apart")]  #: 9 to 11 s each
+SLOW_ORDERED += [(name, 2, 256, 256) for name in ("fused", "tma")]
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "hidden", "inter"), some_slow_rows(ORDERED, SLOW_ORDERED)
+)
 def test_the_order_of_programs_changes_no_bit(
     config: str, tokens: int, hidden: int, inter: int
 ) -> None:

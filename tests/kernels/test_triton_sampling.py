@@ -19,6 +19,7 @@ from glowplug.kernels.sampling.draw import draw
 from glowplug.kernels.sampling.greedy import best, best_edited, best_keys, best_of_keys
 from glowplug.kernels.sampling.vocabulary_blocks import RowParameters
 from tests.support import uninterpreted
+from tests.support.slow_cases import some_slow, some_slow_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLDEST = 1e-5
@@ -54,8 +55,12 @@ def test_best_is_the_first_of_the_largest(vocab: int) -> None:
         assert not arrived.any()
 
 
-@pytest.mark.parametrize("parts", [1, 3, 8])
-@pytest.mark.parametrize("vocab", [2, 150, 400])
+SLICES = [(vocab, parts) for vocab in (2, 150, 400) for parts in (1, 3, 8)]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "parts"), some_slow_rows(SLICES, [(150, 1), (150, 3), (400, 1), (400, 8)])
+)
 def test_the_best_of_slices_follows_the_reference(vocab: int, parts: int) -> None:
     arrived = counters(70)
     logits = randn(70, vocab, seed=parts).round()
@@ -100,7 +105,7 @@ def parameters(rows: Tensor, **columns: list[float]) -> RowParameters:
     return RowParameters(floats[:, 0], floats[:, 1], floats[:, 2], ints[:, 0], ints[:, 1])
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", some_slow([0, 1], [1]))
 def test_random_rows_follow_the_reference(seed: int) -> None:
     rows, vocab = torch.tensor([3, 1, 7, 0, 9, 2, 11], device=DEVICE), 150
     logits, arrived = randn(7, vocab, seed=seed), counters(7)

@@ -23,6 +23,7 @@ from glowplug.core.startup.phases import rate
 from glowplug.core.step.messages import Control
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.ranks import rank_plan
+from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import write_config
 
 GIB = 1 << 30
@@ -147,8 +148,13 @@ def started(
     return plan, build_rank(plan, 0, plugins, lambda phase, done, total: None, note=notes.append)
 
 
-@pytest.mark.parametrize("extra", [-7, 0, 4, 50])
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("steps", "extra"),
+    some_slow_rows(
+        [(steps, extra) for steps in (0, 2) for extra in (-7, 0, 4, 50)],
+        [(0, -7), (0, 4), (2, 0), (2, 50)],
+    ),
+)
 def test_an_engine_takes_what_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet, extra: int, steps: int
 ) -> None:
