@@ -96,7 +96,7 @@ def _load_ids(ids, place, pairs, experts, BINS: tl.constexpr):
     return tl.where((chosen < 0) | (chosen >= experts), BINS - 1, chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "blocks"])
 def _by_expert(
     ids,
     sorted_pairs,
