@@ -91,14 +91,14 @@ def run(args: argparse.Namespace) -> int:
         refusals = [*given.layer.refusals, *([FACTS_REFUSED] if args.facts else [])]
         if refusals:
             raise ConfigError(refusals, given.source)
-        others = _engine_options(args) if tuner is None else _others_options(args)
+        if tuner is not None:
+            _refuse_options(tuner.NAME, _others_options(args))
         args.max_minutes = MINUTES if args.max_minutes is None else args.max_minutes
         if tuner is not None:
-            _refuse_options(tuner.NAME, others)
             extra = {"plugins": tuple(args.extra_plugins)} if args.extra_plugins else {}
             return int(tuner.run(args, {**given.config, **extra}))
         tune_published.choose_tuner(args, given.config, given.plugins)
-        _refuse_options("a tuner of kernels", others)
+        _refuse_options("a tuner of kernels", _engine_options(args))
         return _tune_kernels(args, given.config, given.plugins)
     except (GlowplugError, OSError, ValueError) as error:
         print(f"glowplug tune: {error}", file=sys.stderr)
