@@ -32,6 +32,17 @@ def faster_from(speeds: LayoutSpeeds, size: int) -> int | None:
     return found
 
 
+def sizes_beside(speeds: LayoutSpeeds) -> list[int]:
+    """Return the measured sizes other than 1, ascending."""
+    return sorted({size for row in speeds.values() for size in row} - {1})
+
+
+def switch_points(speeds: LayoutSpeeds) -> dict[int, int]:
+    """Return the switch point of each size that has one; see ``faster_from``."""
+    found = {size: faster_from(speeds, size) for size in sizes_beside(speeds)}
+    return {size: point for size, point in found.items() if point is not None}
+
+
 def fastest_size(speeds: LayoutSpeeds, requests: int) -> int:
     """Return the size to run ``requests`` concurrent requests with.
 
@@ -39,12 +50,8 @@ def fastest_size(speeds: LayoutSpeeds, requests: int) -> int:
     over size 1 at the most requests, up to ``requests``, that were compared with it. It is 1 if
     there is no such size.
     """
-    points = {
-        size: point
-        for size in sorted({size for row in speeds.values() for size in row} - {1})
-        if (point := faster_from(speeds, size)) is not None and point <= requests
-    }
-    return max(points, key=lambda size: _gain(speeds, size, requests), default=1)
+    fitting = [size for size, point in switch_points(speeds).items() if point <= requests]
+    return max(fitting, key=lambda size: _gain(speeds, size, requests), default=1)
 
 
 def _gain(speeds: LayoutSpeeds, size: int, requests: int) -> float:

@@ -76,7 +76,7 @@ def given_options(args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace, config: Mapping[str, Any]) -> int:
-    """Measure the layouts, print their speeds and switch points, and keep the table if asked to.
+    """Measure the layouts, print speeds and switch points, and write the table if it is wanted.
 
     Returns:
         0; 1 if a layout failed, 2 if none could be compared.
@@ -170,7 +170,7 @@ def _report(
     found: MeasuredLayouts,
     sizes: list[int],
 ) -> int:
-    """Print the speeds and the switch points, keep the table, and return the exit status."""
+    """Print speeds and switch points, write the table if it is wanted, and return the status."""
     strategy: str = record["strategy"]
     if found.speeds:
         print(report.table(_columns(strategy, sizes), _rows(found, sizes)))

@@ -13,7 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glowplug.core.facts.layout_speed import LayoutSpeeds, compared, faster_from, fastest_size
+from glowplug.core.facts.layout_speed import (
+    LayoutSpeeds,
+    compared,
+    fastest_size,
+    sizes_beside,
+    switch_points,
+)
 from glowplug.core.facts.model_facts import Facts, ModelFacts
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.component import CheckContext
@@ -150,8 +156,8 @@ def read(path: Path, wanted: Mapping[str, Any]) -> LayoutTable:
     found = tuned_tables.contents(path)
     measured_tables.check_conditions(path, found, {"version": VERSION, **wanted})
     speeds = _speeds(path, found)
-    sizes = {size for row in speeds.values() for size in row} - {1}
-    uneven = sorted(size for size in sizes if wanted["ranks"] % size)
+    sizes = sizes_beside(speeds)
+    uneven = [size for size in sizes if wanted["ranks"] % size]
     if uneven:
         raise NoTable(f"{path} has {uneven[0]} groups of {wanted['ranks']} ranks")
     if not any(compared(speeds, size) for size in sizes):
@@ -190,20 +196,13 @@ def decided_groups(context: CheckContext, name: str) -> DecidedSize:
     running = given or DEVICE_DEFAULTS[context.values.device].running
     size = fastest_size(found.table.speeds, running)
     why = f"{found.why}, requests of {found.table.requests}: "
-    points = _switch_points(found.table.speeds)
+    points = switch_points(found.table.speeds)
     if not points:
         most = max(found.table.speeds)
         return DecidedSize(1, f"{why}{name} is not faster with {most} requests: {PLAIN}")
     from_ = points[size] if size > 1 else min(points.values())
     why += f"{name} from {from_} requests, at most {running} run"
     return DecidedSize(size, why if size > 1 else f"{why}: {PLAIN}")
-
-
-def _switch_points(speeds: LayoutSpeeds) -> dict[int, int]:
-    """Return the switch point of each number of groups that has one."""
-    sizes = {size for row in speeds.values() for size in row} - {1}
-    found = {size: faster_from(speeds, size) for size in sizes}
-    return {size: point for size, point in found.items() if point is not None}
 
 
 def save_table(plan: EnginePlan, record: Mapping[str, Any]) -> Path:
