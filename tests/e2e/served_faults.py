@@ -2,7 +2,7 @@
 and device memory left behind, and the next start.
 
 ``python -m tests.e2e.served_faults --repeat 10 --output FILE`` runs every case that often on two
-GPUs.
+GPUs. The next start after a fault serves the next case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,41 +211,67 @@ class Outcome:
         return found
 
 
+def words_of(device: str, watchdog: float = WATCHDOG, fault: str = "") -> tuple[str, ...]:
+    """Return the options of a server; ``fault``: the one that it is started for."""
+    words = ["--tp", str(RANKS), "--device", device, "--context-length", "1024"]
+    words += ["--watchdog-timeout", f"{watchdog:g}", *DIVIDED]
+    if device == "cpu":
+        words += ["--max-total-tokens", "4096"]
+    if fault == "memory":
+        words += ["--plugin", "tests.e2e.memory_plugin"]
+    return tuple(words)
+
+
+@contextmanager
+def serving(folder: Path, words: Sequence[str]) -> Iterator[Server]:
+    """Run a server that is ready, with its output in ``folder``, and kill it at the end."""
+    folder.mkdir()
+    server = Server(folder, *words)
+    try:
+        server.ready()
+        yield server
+    finally:
+        server.kill()
+
+
 def run(case: Case, folder: Path, device: str, watchdog: float = WATCHDOG) -> Outcome:
     """Run a server whose rank fails as in ``case``, and then another one."""
-    words = ("--tp", str(RANKS), "--device", device, "--context-length", "1024")
-    words += ("--watchdog-timeout", f"{watchdog:g}", *DIVIDED)
-    if device == "cpu":
-        words += ("--max-total-tokens", "4096")
     used = device_memory() if device == "cuda" else []
-    plugin = ("--plugin", "tests.e2e.memory_plugin") if case.fault == "memory" else ()
-    (folder / "first").mkdir()
-    server = Server(folder / "first", *words, *plugin)
-    try:
-        server.ready()
-        processes = server.ranks()
-        assert len(processes) == RANKS
-        began = time.monotonic()
-        with server.decoding() as stream:
-            if case.fault != "memory":
-                name = "SIGKILL" if case.fault == "kill" else "SIGSTOP"
-                began = time.monotonic()
-                processes[case.rank].send_signal(getattr(signal, name))
-            status = server.end()
-        outcome = Outcome(status, reason(server), time.monotonic() - began, stream.text)
-    finally:
-        server.kill()
-    outcome.left = left(processes, used)
-    (folder / "next").mkdir()
-    server = Server(folder / "next", *words)
-    try:
-        server.ready()
+    with serving(folder / "first", words_of(device, watchdog, case.fault)) as server:
+        outcome = fail(server, case, used)
+    with serving(folder / "next", words_of(device, watchdog)) as server:
         outcome.again = server.ask()
-        server.process.terminate()
-        outcome.status_again = server.end()
-    finally:
-        server.kill()
+        outcome.status_again = stopped(server)
     return outcome
+
+
+def fail(server: Server, case: Case, used: list[int]) -> Outcome:
+    """Let a rank of a server fail while a request is decoded, and return what came of it.
+
+    Args:
+        server: A server that is ready.
+        case: The fault.
+        used: MiB in use on each GPU before the server was started; empty without GPUs.
+    """
+    processes = server.ranks()
+    assert len(processes) == RANKS
+    began = time.monotonic()
+    with server.decoding() as stream:
+        if case.fault != "memory":
+            name = "SIGKILL" if case.fault == "kill" else "SIGSTOP"
+            began = time.monotonic()
+            processes[case.rank].send_signal(getattr(signal, name))
+        status = server.end()
+    outcome = Outcome(status, reason(server), time.monotonic() - began, stream.text)
+    server.kill()
+    outcome.left = left(processes, used)
+    return outcome
+
+
+def stopped(server: Server) -> int:
+    """Return the exit status of a server after SIGTERM."""
+    server.process.terminate()
+    return server.end()
 
 
 def reason(server: Server) -> str:
@@ -272,8 +298,10 @@ def left(processes: list[psutil.Process], used: list[int]) -> list[str]:
 
 
 def device_memory() -> list[int]:
-    """Return the MiB in use on each GPU, of all processes."""
+    """Return the MiB in use on each visible GPU, of all processes."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", visible]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [int(line) for line in done.stdout.split()]
 
@@ -302,20 +330,43 @@ def main() -> None:
         "engine": f"glowplug serve --model embedded --tp {RANKS}, requests being decoded",
         "watchdog_seconds": WATCHDOG,
     }
-    rows = [
-        {"case": str(case), "runs": 0, "as_promised": 0, "slowest_end_seconds": 0.0, "wrong": []}
+    rows = {
+        case: {"case": str(case), "runs": 0, "as_promised": 0, "slowest_end_seconds": 0.0}
+        | {"wrong": []}
         for case in CASES
-    ]
-    for _ in range(args.repeat):
-        for case, row in zip(CASES, rows, strict=True):
-            _add(row, case, args.device)
-            args.output.write_text(json.dumps({**about, "cases": rows}, indent=1) + "\n")
+    }
+    for case, outcome in outcomes(CASES * args.repeat, args.device):
+        _add(rows[case], case, outcome)
+        record = {**about, "cases": list(rows.values())}
+        args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _add(row: dict[str, Any], case: Case, device: str) -> None:
-    """Run a case once and add its result to ``row``."""
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = run(case, Path(folder), device)
+def outcomes(cases: Sequence[Case], device: str) -> Iterator[tuple[Case, Outcome]]:
+    """Yield the outcome of each case.
+
+    The server that is started after a fault serves the next case if its options are the same, else
+    it is stopped. So a case costs one start, most of the time.
+    """
+    used = device_memory() if device == "cuda" else []
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        server: Server | None = None
+        for number, case in enumerate(cases):
+            words = words_of(device, fault=case.fault)
+            if server is None:
+                server = stack.enter_context(serving(folder / f"{number}", words))
+            outcome = fail(server, case, used)
+            server = stack.enter_context(serving(folder / f"{number}-next", words_of(device)))
+            outcome.again, outcome.status_again = server.ask(), 0
+            following = cases[number + 1].fault if number + 1 < len(cases) else "memory"
+            if words_of(device, fault=following) != words_of(device):
+                outcome.status_again = stopped(server)
+                server = None
+            yield case, outcome
+
+
+def _add(row: dict[str, Any], case: Case, outcome: Outcome) -> None:
+    """Add the outcome of a case to its row."""
     wrong = outcome.wrong(case)
     row["runs"] += 1
     row["as_promised"] += not wrong

@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.gpu.eight_gpus import (
     ACCEPT_LENGTH,
+    EAGER,
     TINY,
     V3,
     V3_16,
@@ -49,6 +50,7 @@ class Load:
         ablation: prompts, their tokens and answers' tokens of a row of the ablation.
         bytes: sizes of the exchanged tensors.
         model: the model of all setups; "": their own.
+        capture: graphs are captured in every row of the ablation.
     """
 
     batches: tuple[int, ...]
@@ -60,6 +62,7 @@ class Load:
     ablation: tuple[int, int, int]
     bytes: tuple[int, ...]
     model: str = ""
+    capture: bool = False
 
 
 LARGE = Load(
@@ -187,9 +190,10 @@ def _ablation(folder: Path, setup: Setup, load: Load) -> Run:
     """Return the run of a row of the published ablation: offline throughput."""
     result = _file(folder, setup, "offline").with_suffix(".jsonl")
     prompts, length, output = load.ablation
+    options = [word for word in setup.options if word != EAGER or not load.capture]
     words = (
         *("-m", "glowplug", "bench", "offline"),
-        *("--model", str(folder / setup.model), *RANDOM, *setup.options),
+        *("--model", str(folder / setup.model), *RANDOM, *options),
         *("--num-prompts", str(prompts), "--random-input-len", str(length)),
         *("--random-output-len", str(output), "--output-file", str(result)),
     )

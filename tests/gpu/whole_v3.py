@@ -13,6 +13,7 @@ import fnmatch
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sglang", metavar="PYTHON", help="interpreter that has SGLang")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="names of runs to measure")
     parser.add_argument("--limit", type=float, help="seconds of each run, instead of its own")
+    parser.add_argument("--prompts", type=int, help="prompts of a row of the ablation")
+    parser.add_argument(
+        "--capture",
+        action="store_true",
+        help="also capture graphs in rows of the ablation that are published without",
+    )
     parser.add_argument("--list", action="store_true", help="print the runs' commands and end")
     parser.add_argument("--small", action="store_true", help="a tiny model and few requests")
     args = parser.parse_args(words)
@@ -63,6 +70,9 @@ def main(words: Sequence[str] | None = None) -> int:
         write_json(args.output, {**PLAN_NOTES, "plans": plans()})
         return 0
     load = SMALL if args.small else LARGE
+    if args.prompts:
+        load = replace(load, ablation=(args.prompts, *load.ablation[1:]))
+    load = replace(load, capture=args.capture)
     wanted = [
         run
         for run in runs(args.folder, args.ranks, load, args.tokenizer, args.sglang)
