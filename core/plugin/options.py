@@ -183,13 +183,14 @@ class GraphOptions(Options):
         """
         return ()
 
-    def token_counts(self, tokens: int) -> tuple[int, ...]:
+    def token_counts(self, tokens: int, ranks: int = 1) -> tuple[int, ...]:
         """Return the token counts to capture for steps that contain prompts, in ascending order.
 
         The result is () if such steps are not captured.
 
         Args:
             tokens: most tokens of such a step.
+            ranks: number of ranks that share the step's work.
         """
         return ()
 

@@ -28,11 +28,18 @@ CAPTURES = frozenset({Mode.DECODE, Mode.VERIFY, Mode.DRAFT_DECODE})
 ROWS_MAX = 512  #: largest batch size of the default list
 #: batch sizes of the default list below 16, where a padding row costs most
 SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12)
-#: distance between token counts beyond the default list, if a larger limit is set
-TOKEN_COUNT_STEP = 128
 #: token counts of the default list. Up to some hundred tokens, a step reads every weight whatever
-#: the number of tokens; beyond the last count, computing takes as long as launching.
+#: the number of tokens; beyond the last count, computing takes as long as launching on one GPU.
 TOKEN_COUNTS = (16, 32, *range(64, 513, 64), *range(640, 1537, 128))
+#: token counts beyond, of several ranks or if a larger limit is set. Ranks share the computing but
+#: not the launching, and each exchange waits for the rank that launches last: an eager step of
+#: 8,192 tokens of DeepSeek-V2-Lite took two H200 111 ms, of which their kernels ran 44.
+LARGE_COUNTS = (
+    1792,
+    *range(2048, 4096, 512),
+    *range(4096, 8192, 1024),
+    *range(8192, 16385, 2048),
+)
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -56,13 +63,13 @@ class CudaGraphOptions(GraphOptions):
         None,
         min_length=1,
         description="token counts of prefill steps to capture; None: 16, 32, 64, then every 64 "
-        f"up to 512 and every 128 up to {TOKEN_COUNTS[-1]}",
+        f"up to 512, every 128 up to {TOKEN_COUNTS[-1]}, and larger ones with several ranks",
     )
     max_prefill_tokens: int | None = Field(
         None,
         ge=1,
         description="largest token count to capture; None: the largest one of prefill_tokens, or "
-        f"{TOKEN_COUNTS[-1]}",
+        f"{TOKEN_COUNTS[-1]} on one rank, {LARGE_COUNTS[-1]} on several",
     )
     on_failure: Literal["stop", "eager"] = Field(
         "stop",
@@ -95,15 +102,15 @@ class CudaGraphOptions(GraphOptions):
         shares = {-(-size // groups) for size in self.batch_sizes}
         return tuple(sorted(share for share in shares if share <= most))
 
-    def token_counts(self, tokens: int) -> tuple[int, ...]:
+    def token_counts(self, tokens: int, ranks: int = 1) -> tuple[int, ...]:
         if self.prefill is False:
             return ()
         if self.prefill_tokens is not None:
             most = min(tokens, self.max_prefill_tokens or tokens)
             return tuple(sorted({count for count in self.prefill_tokens if count <= most}))
-        most = min(tokens, self.max_prefill_tokens or TOKEN_COUNTS[-1])
-        steps = (*TOKEN_COUNTS, *range(TOKEN_COUNTS[-1], most, TOKEN_COUNT_STEP)[1:])
-        return (*(count for count in steps if count < most), most)
+        default = TOKEN_COUNTS if ranks == 1 else LARGE_COUNTS
+        most = min(tokens, self.max_prefill_tokens or default[-1])
+        return (*(count for count in (*TOKEN_COUNTS, *LARGE_COUNTS) if count < most), most)
 
 
 def default_sizes() -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,20 +240,27 @@ def test_a_rank_may_not_go_on_eagerly_beside_ranks_that_replay(refused: Any, pla
 
 
 def test_larger_limits_go_on_in_steps() -> None:
-    from glowplug.plugins.graphs.cuda_graph import TOKEN_COUNT_STEP, TOKEN_COUNTS, CudaGraphOptions
+    from glowplug.plugins.graphs.cuda_graph import LARGE_COUNTS, TOKEN_COUNTS, CudaGraphOptions
 
-    last = TOKEN_COUNTS[-1]
-    found = CudaGraphOptions(max_prefill_tokens=last + 2 * TOKEN_COUNT_STEP + 1).token_counts(
-        1 << 20
-    )
-    assert found == (
-        *TOKEN_COUNTS,
-        last + TOKEN_COUNT_STEP,
-        last + 2 * TOKEN_COUNT_STEP,
-        last + 2 * TOKEN_COUNT_STEP + 1,
-    )
+    found = CudaGraphOptions(max_prefill_tokens=2049).token_counts(1 << 20)
+    assert found == (*TOKEN_COUNTS, 1792, 2048, 2049)
     assert CudaGraphOptions().token_counts(1 << 20) == TOKEN_COUNTS
     assert CudaGraphOptions().token_counts(5) == (5,)
+    both = (*TOKEN_COUNTS, *LARGE_COUNTS)
+    large = both[both.index(512) :]
+    assert all(after <= 1.25 * before for before, after in itertools.pairwise(large))
+
+
+def test_several_ranks_capture_every_step_with_prompts(planned: Any) -> None:
+    """Launching would take longer than the computing that they share."""
+    config = {"dtype": "bfloat16", "context_length": 4096}
+    one = planned(config, hardware=read_sheet("8xh200"))
+    two = planned(
+        {**config, "parallel": [{"use": "tensor", "size": 2}]}, hardware=read_sheet("8xh200")
+    )
+    assert one.sizes.pass_tokens[-1] == 1536 < one.sizes.max_step_tokens
+    assert two.sizes.pass_tokens[-1] == two.sizes.max_step_tokens
+    assert two.sizes.pass_tokens[: len(one.sizes.pass_tokens)] == one.sizes.pass_tokens
 
 
 def test_the_drafts_passes_over_prompts_are_captured_for_the_same_counts(

@@ -62,7 +62,7 @@ def _pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
         return ()
     inside = [chosen for slot in CAPTURED_SLOTS for chosen in proposal.chosen[slot]]
     capturable = all(Mode.PREFILL in chosen.offers.captures_in for chosen in inside)
-    return runner.options.token_counts(step_tokens) if capturable else ()
+    return runner.options.token_counts(step_tokens, proposal.values.ranks) if capturable else ()
 
 
 def _extends_captured(proposal: Proposal) -> bool:

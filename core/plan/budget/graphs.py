@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.budget.captured import Captured
 from glowplug.core.plan.budget.units import MIB
@@ -92,6 +93,7 @@ def kept_bytes(
     element: int,
     expandable: bool = False,
     extends: Sequence[int] = (),
+    head_ranks: int = 1,
 ) -> int:
     """Return the bytes that graphs keep beside their pool.
 
@@ -105,8 +107,9 @@ def kept_bytes(
         element: bytes of an element in the compute dtype.
         expandable: the allocator uses expandable segments.
         extends: captured token counts of the draft's pass over a step's tokens.
+        head_ranks: number of ranks that share the attention heads.
     """
-    width = model.num_heads * (model.sizes.value or model.head_dim) * element
+    width = -(-model.num_heads // head_ranks) * (model.sizes.value or model.head_dim) * element
     begins = max(extends, default=0) * (model.hidden_size * element + EXTEND_INDEX_BYTES)
     return (
         STREAM
@@ -148,6 +151,7 @@ def graph_line(
         DTYPE_BYTES[proposal.values.dtype],
         proposal.values.expandable_segments,
         captured.extend_tokens,
+        axis_size("attn_tp", proposal.values.mesh),
     )
     pool = _pool_bytes(proposal, captured, step_bytes)
     how = _described(captured, len(shapes))
@@ -207,6 +211,7 @@ def beside_pool(plan: EnginePlan, batch_sizes: Sequence[int]) -> int:
         DTYPE_BYTES[plan.dtype],
         plan.expandable_segments,
         sizes.extend_tokens,
+        axis_size("attn_tp", plan.mesh),
     )
 
 
