@@ -14,6 +14,7 @@ from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.protocols import RopeRows
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Ends
+from glowplug.core.step.graph_pieces import SplitCall
 from glowplug.core.step.to_device import rows_at
 
 FP8_BLOCK = 128  #: rows and columns of a block with one scale in block FP8
@@ -106,7 +107,10 @@ class MlaAttention(Module):
         self._store = context.attention.store_mla
         self._projected = context.attention.mla_projected
         self._rope = context.ops.rope
+        self._split_points = context.split_points
         self._at_split_point = context.split_points.call
+        self._prepare = getattr(context.attention, "prepare_mla", None)
+        self._attend_prepared: Any = getattr(context.attention, "attend_prepared", None)
 
     def _add_projections(
         self, context: BuildContext, name: str, sizes: MlaSizes, names: MlaNames
@@ -185,17 +189,28 @@ class MlaAttention(Module):
         """
         if self._projected is not None and isinstance(at, RopeRows):
             first, compressed = self.input_proj.forward(x).split_with_sizes(self._halves, dim=-1)
-            work = partial(self._attend_projected, at.interleaved)
-            return self.o_proj.forward_parts(
-                self._at_split_point(
-                    work, (self._query(first), compressed, at.cos_sin), self._width
-                )
-            )
+            work, rows = self._projected_call(self._query(first), compressed, at)
+            return self.o_proj.forward_parts(self._at_split_point(work, rows, self._width))
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
         q_rope, k_rope = self._rope(q_rope, k_rope.unsqueeze(1), at)
-        rows = q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1)
+        rows = (q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1))
         return self.o_proj.forward_parts(self._at_split_point(self._attend, rows, self._width))
+
+    def _projected_call(
+        self, query: Tensor, compressed: Tensor, at: RopeRows
+    ) -> tuple[SplitCall, tuple[Tensor, ...]]:
+        """Return the call of the backend's variant that takes projections, and its rows.
+
+        While a graph runner captures a pass, the first part of the variant is run here, so that it
+        is captured, and the call is the rest of it.
+        """
+        kv_slots = self._split_points.kv_slots
+        if kv_slots is None or self._prepare is None:
+            work = partial(self._attend_projected, at.interleaved)
+            return work, (query, compressed, at.cos_sin)
+        rows = self._prepare(query, compressed, self.kv_norm.weight, LATENT_EPS, at, kv_slots, self)
+        return partial(self._attend_prepared, self), rows
 
     def _attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
         """Call the backend with rotated queries and keys."""

@@ -23,6 +23,7 @@ from glowplug.core.protocols.attention import (
     AttentionBackend as AttentionBackend,
     MhaLayer as MhaLayer,
     MlaLayer as MlaLayer,
+    PreparedMla as PreparedMla,
     ProjectedMla as ProjectedMla,
     RopeRows as RopeRows,
 )

@@ -123,14 +123,60 @@ class ProjectedMla(Protocol):
         ...
 
 
+class PreparedMla(Protocol):
+    """``AttentionBackend.mla_projected`` in two parts, of which the first may be captured.
+
+    Both are methods of a backend that has ``mla_projected``.
+    """
+
+    def prepare_mla(
+        self,
+        query: Tensor,
+        compressed: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        at: RopeRows,
+        kv_slots: Tensor,
+        layer: MlaLayer,
+    ) -> tuple[Tensor, ...]:
+        """Norm the latent, apply RoPE, store both in the cache, and expand each token's own keys.
+
+        Each token is treated alone, by work on the device that depends on no planned step, so the
+        call may be captured for more tokens than a step has. Padding has KV slot 0.
+
+        Args:
+            query: as in ``ProjectedMla``, as all arguments but ``kv_slots``.
+            kv_slots: KV slots of the tokens, int64 [T].
+
+        Returns:
+            The tensors [T, ...] that ``attend_prepared`` reads; the first has the dtype of the
+            result.
+        """
+        ...
+
+    def attend_prepared(self, layer: MlaLayer, *rows: Tensor) -> Tensor:
+        """Attend for the tokens of the planned step.
+
+        Args:
+            layer: the calling layer.
+            rows: the results of ``prepare_mla`` for these tokens, [T, ...] each.
+
+        Returns:
+            [T, H * v_dim].
+        """
+        ...
+
+
 class AttentionBackend(Protocol):
     """The KV cache of all layers and the attention over it.
 
-    A further method is optional. ``plans_on_device(first_key: int) -> bool`` returns whether
-    ``plan_step`` of captured decoding rows, of batches with this ``Batch.first_key``, needs no work
-    of the host in a replay: it enqueues only device work on the batch's tensors, or none, and can
-    be captured. All passes of a draft are then captured as one graph, in which each pass is
-    planned, with a key of its own, before it runs.
+    Further methods are optional. ``prepare_mla`` and ``attend_prepared`` (:class:`PreparedMla`)
+    divide ``mla_projected``, so that graphs of steps with prompts include the first part of it.
+    ``plans_on_device(first_key: int) -> bool`` returns whether ``plan_step`` of captured decoding
+    rows, of batches with this ``Batch.first_key``, needs no work of the host in a replay: it
+    enqueues only device work on the batch's tensors, or none, and can be captured. All passes of a
+    draft are then captured as one graph, in which each pass is planned, with a key of its own,
+    before it runs.
 
     Attributes:
         mla_projected: called by MLA layers in place of ``mla`` if ``Ops.rope_at`` returns

@@ -77,10 +77,13 @@ class SplitPoints:
     Attributes:
         replacement: replacement of every call while a graph runner captures a pass; None: ``work``
             is called directly.
+        kv_slots: KV slots of the tokens of the pass that is captured, int64 [T], in memory that a
+            replay fills; slot 0 for padding. None: no pass is captured.
     """
 
     def __init__(self) -> None:
         self.replacement: Callable[[SplitCall, tuple[Tensor, ...], int], Tensor] | None = None
+        self.kv_slots: Tensor | None = None
 
     def call(self, work: SplitCall, rows: tuple[Tensor, ...], width: int) -> Tensor:
         """Return ``work(*rows)``, or the result of ``replacement`` if one is set.

@@ -4,9 +4,9 @@ Decode steps are captured once for each of a list of batch sizes and then replay
 launching their kernels one by one. A batch between two sizes is padded to the larger one.
 
 Small prefill steps, in which launching takes longer than computing, use piecewise graphs for a list
-of token counts: the work between two layers' attention is a graph, while attention itself runs
-eagerly. A draft's pass over the tokens of such a step (draft extend) runs no attention and is one
-graph.
+of token counts: the work between two layers' attention is a graph, which includes what attention
+does for each token alone (``PreparedMla``), while the rest of attention runs eagerly. A draft's
+pass over the tokens of such a step (draft extend) runs no attention and is one graph.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ EPS = 1e-6
 
 
 class ProjectedSuite(MlaSuite):
-    """The suite with a further test: ``mla_projected`` of the raw projections equals ``mla`` of the
-    normed and rotated ones.
+    """The suite with further tests: ``mla_projected`` of the raw projections equals ``mla`` of the
+    normed and rotated ones, and so does the part that can be captured, with padding, and the rest.
     """
 
     merged = True
@@ -62,6 +62,31 @@ class ProjectedSuite(MlaSuite):
             torch.testing.assert_close(
                 pools[1], pools[0], rtol=near, atol=2 * self.error, equal_nan=True
             )
+
+    def test_a_step_is_prepared_with_padding(self) -> None:
+        """Padding is stored in KV slot 0, and the results are those without it."""
+        for seed, (interleaved, padding) in enumerate(((True, 0), (False, 1), (True, 9))):
+            rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+            rows = random_rows(rng, self.page_size, width=min(1 + seed, self.max_width))
+            world = make_world(rows, self.page_size, seed)
+            self.arguments(world, generator)
+            there = self.there(self.layer(generator))
+            tokens = world.batch.num_tokens
+            projected = Projections(self, tokens + padding, seed)
+            world.move(self.device, self.cached)
+            outs, pools = [], []
+            for prepared in (False, True):
+                backend = self.backend(self.page_size)
+                world.pools = {"kv": world.pools["kv"].clone()}
+                backend.reserve(world.limits())
+                backend.plan_step(world.batch, None)
+                if prepared:
+                    outs.append(projected.prepare(backend, world, interleaved, there))
+                else:
+                    outs.append(projected.give(backend, interleaved, there, tokens))
+                pools.append(world.pools["kv"].float().cpu()[1:])
+            torch.testing.assert_close(outs[1], outs[0], rtol=10 * self.error, atol=10 * self.error)
+            torch.testing.assert_close(pools[1], pools[0], rtol=0, atol=0, equal_nan=True)
 
     def test_stored_blocks_are_read(self) -> None:
         """In a layer whose weights are block FP8, the blocks give the results of the dequantised
@@ -139,14 +164,42 @@ class Projections:
         latent = rms_norm_reference(compressed[:, : self.lora], self.weight, EPS)
         return latent, k_rope, query[..., : self.nope].clone(), q_rope
 
-    def give(self, backend: AttentionBackend, interleaved: bool, layer: MlaCase) -> Tensor:
-        """Run ``mla_projected``; the backend may overwrite the query, so it gets a copy."""
-        kept, self.wide = self.wide, self.wide.clone()
-        out = backend.mla_projected(
-            *self.views(), self.weight, EPS, RopeRows(self.cos_sin, interleaved), layer
+    def give(
+        self,
+        backend: AttentionBackend,
+        interleaved: bool,
+        layer: MlaCase,
+        tokens: int | None = None,
+    ) -> Tensor:
+        """Run ``mla_projected`` of the first ``tokens`` tokens; None: all.
+
+        The backend may overwrite the query, so it gets a copy.
+        """
+        query, compressed = (part[:tokens] for part in self.copies())
+        at = RopeRows(self.cos_sin[:tokens], interleaved)
+        assert backend.mla_projected is not None
+        return backend.mla_projected(query, compressed, self.weight, EPS, at, layer)
+
+    def prepare(
+        self, backend: AttentionBackend, world: World, interleaved: bool, layer: MlaCase
+    ) -> Tensor:
+        """Run ``prepare_mla`` of all tokens, and ``attend_prepared`` of those of the step."""
+        kv_slots = world.batch.kv_slots.new_zeros(self.shape[0])
+        kv_slots[: world.batch.num_tokens] = world.batch.kv_slots
+        rows = backend.prepare_mla(  # type: ignore[attr-defined]
+            *self.copies(), self.weight, EPS, RopeRows(self.cos_sin, interleaved), kv_slots, layer
         )
+        found: Tensor = backend.attend_prepared(  # type: ignore[attr-defined]
+            layer, *(part[: world.batch.num_tokens] for part in rows)
+        )
+        return found
+
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """Return ``views`` of a copy."""
+        kept, self.wide = self.wide, self.wide.clone()
+        found = self.views()
         self.wide = kept
-        return out
+        return found
 
 
 def drafting(plan: EnginePlan) -> EnginePlan:

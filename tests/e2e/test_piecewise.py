@@ -14,6 +14,7 @@ import torch
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import CaptureError
 from tests.plugins import replaying_runtime
+from tests.plugins.projected_mla_runtime import CountedMla
 from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import VOCAB, write_config
 
@@ -80,13 +81,17 @@ def engine(folder: Path, graphs: dict[str, Any] | None = None, **config: Any) ->
     }
     return LLM(
         model=str(folder),
-        plugins=["tests.plugins.replaying"],
+        plugins=["tests.plugins.replaying", "tests.plugins.projected_mla"],
         **{**BASE, **config, "graphs": graphs},
     )
 
 
 def eager(folder: Path, **config: Any) -> LLM:
-    return LLM(model=str(folder), **{**BASE, **config, "graphs": {"use": "eager"}})
+    return LLM(
+        model=str(folder),
+        plugins=["tests.plugins.projected_mla"],
+        **{**BASE, **config, "graphs": {"use": "eager"}},
+    )
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -117,6 +122,24 @@ def results(llm: LLM) -> list[Any]:
     pages = llm.control("check")
     assert pages["running"] == 0 and pages["free"] + pages["evictable"] == pages["total"]
     return found
+
+
+@pytest.mark.parametrize(
+    ("folder", "case"),
+    some_slow_rows([("v3", case) for case in ("plain", "chunks", "nextn")], [("v3", "chunks")]),
+    indirect=["folder"],
+)
+def test_steps_prepared_in_pieces_give_the_eager_tokens(folder: Path, case: str) -> None:
+    """Norm, RoPE, the store in the cache and the expansion of keys are replayed with padding."""
+    backend = {"attention": {"use": "projected_mla"}, "ops": {"use": "rows"}}
+    config = {**CASES[case], **backend}
+    before = CountedMla.prepared
+    with eager(folder, **config) as llm:
+        want = results(llm)
+    assert CountedMla.prepared == before
+    with engine(folder, **config) as llm:
+        assert results(llm) == want
+    assert CountedMla.prepared > before
 
 
 @pytest.mark.parametrize(

@@ -167,19 +167,26 @@ class TritonMla(PagedMla):
         tile = tiling_of(self._measurements.find(rows, width, longest), MlaTiling)
         return None if tile is None or tile.pipeline and not pipeline else tile
 
-    def _call(
-        self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
-    ) -> Tensor:
-        """Compute the attention of one call into ``out`` and return its log-sum-exp.
+    def keys_of(self, entries: Tensor, layer: MlaLayer) -> tuple[Tensor, ...]:
+        """Return a head's keys without RoPE, the rotary part, and values of cache entries.
 
-        Arguments and result as in ``PagedMla._call``. Unlike there, the rotary key part, which all
-        heads share, is not copied into each head's keys.
+        Unlike in ``PagedMla.keys_of``, the rotary part, which all heads share, is not copied into
+        each head's keys.
         """
-        keys = (
-            own if call.kv_slots is None else self._kernels.gather(kv, call.kv_slots, query.dtype)
-        )
-        latent, k_rope = keys.split_with_sizes([layer.lora_rank, layer.rope_dim], dim=-1)
+        latent, k_rope = entries.split_with_sizes([layer.lora_rank, layer.rope_dim], dim=-1)
         k_nope, value = layer.expand(latent)
+        return k_nope, k_rope, value
+
+    def attend_keys(
+        self,
+        call: RaggedCall,
+        query: Tensor,
+        keys: tuple[Tensor, ...],
+        layer: MlaLayer,
+        out: Tensor,
+    ) -> Tensor:
+        """Compute one call over expanded keys; see ``PagedMla.attend_keys``."""
+        k_nope, k_rope, value = keys
         return mla_prefill(
             query,
             k_nope,

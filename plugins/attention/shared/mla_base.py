@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,9 @@ from glowplug.kernels.mla import reference as mla_reference
 from glowplug.kernels.paged import merge_states_reference
 from glowplug.plugins.attention.shared.absorbed import stored_is_faster
 from glowplug.plugins.attention.shared.entry_moves import entry_moves
+from glowplug.plugins.attention.shared.expanded_prefill import Expand, ExpandedPrefill, OwnKeys
 from glowplug.plugins.attention.shared.prefill_bytes import most_keys
-from glowplug.plugins.attention.shared.prefill_calls import RaggedCall, RaggedRows, plan_ragged
-
-Expand = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+from glowplug.plugins.attention.shared.prefill_calls import RaggedRows, plan_ragged
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class _Step:
     ragged: list[RaggedRows]
 
 
-class PagedMla:
+class PagedMla(ExpandedPrefill):
     """Latent attention over one cache entry ``kv``: the normed latent, then the rotated key part.
 
     Decode rows attend in latent space: their queries are absorbed, [latent size | rotary size] per
@@ -121,55 +121,6 @@ class PagedMla:
         latent = self.decode(query, kv, layer.scale, layer)
         self._kernels.project(latent, layer.w_uv, out, self.follows, stored)
 
-    def plan_prefill(self, ragged: list[RaggedRows]) -> None:
-        """Prepare ``attend_ragged`` for all calls of the step's prefill rows, ``ragged``."""
-
-    def attend_ragged(
-        self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor
-    ) -> Tensor:
-        """Compute one planned call of ragged attention, here by :meth:`prefill`.
-
-        A subclass whose library plans its calls itself overrides this method. Arguments and result
-        as in :meth:`prefill`; ``call`` has the lengths of the rows and the mask.
-        """
-        return self.prefill(
-            q, k, v, call.q_starts, call.k_starts, call.max_q, call.max_k, scale, call.causal, out
-        )
-
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_starts: Tensor,
-        k_starts: Tensor,
-        max_q: int,
-        max_k: int,
-        scale: float,
-        causal: bool,
-        out: Tensor,
-    ) -> Tensor:
-        """Compute multi-head attention of rows of different lengths (ragged), whose tokens adjoin.
-
-        q, k and v may be strided in all dimensions but the last.
-
-        Args:
-            q: Queries, [n, H, nope + rope].
-            k: Keys, [m, H, nope + rope].
-            v: Values, [m, H, v_dim].
-            q_starts: Prefix sums of the rows' numbers of queries, int32 [rows + 1] on the device.
-            k_starts: Prefix sums of the rows' numbers of keys, int32 [rows + 1] on the device.
-            max_q: Largest number of queries of a row.
-            max_k: Largest number of keys of a row.
-            scale: Factor by which the scores are multiplied.
-            causal: Whether a row's last query sees all keys and each query before it one key less.
-            out: Written, [n, H, v_dim].
-
-        Returns:
-            The log-sum-exp (natural logarithm) of each query's scores, float32 [n, H].
-        """
-        raise NotImplementedError
-
     # ---- AttentionBackend ------------------------------------------------------------------------
 
     def kv_layout(self) -> KVLayout:
@@ -203,7 +154,7 @@ class PagedMla:
         self._kernels.absorb(q_nope[:count], layer.w_uk, absorbed)
         query = torch.cat((q_nope[count:], q_rope[count:]), dim=-1)
         own = torch.cat((latent[count:], k_rope[count:]), dim=-1)
-        return self._attend(absorbed, query, own, layer)
+        return self._attend(absorbed, query, self._keys_from(own, layer), layer)
 
     def mla_projected(
         self,
@@ -233,7 +184,45 @@ class PagedMla:
             self.follows,
             self._stored(layer, count)[0],
         )
-        return self._attend(absorbed, query[count:], own, layer)
+        return self._attend(absorbed, query[count:], self._keys_from(own, layer), layer)
+
+    def prepare_mla(
+        self,
+        query: Tensor,
+        compressed: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        at: RopeRows,
+        kv_slots: Tensor,
+        layer: MlaLayer,
+    ) -> tuple[Tensor, ...]:
+        none = query.new_empty(0, layer.heads, self._lora + self._rope)
+        own = query.new_empty(query.shape[0], self._lora + self._rope)
+        self._kernels.prologue(
+            query,
+            compressed,
+            norm_weight,
+            eps,
+            at.cos_sin,
+            at.interleaved,
+            self._kv[layer.index],
+            kv_slots,
+            none,
+            own,
+            layer.w_uk,
+        )
+        return query, *self.keys_of(own, layer)
+
+    def attend_prepared(self, layer: MlaLayer, query: Tensor, *keys: Tensor) -> Tensor:
+        count = self._planned().decode
+        absorbed = query.new_empty(count, layer.heads, self._lora + self._rope)
+        if count:
+            absorbed[..., self._lora :] = query[:count, :, layer.nope_dim :]
+            self._kernels.absorb(query[:count, :, : layer.nope_dim], layer.w_uk, absorbed)
+        own = [part[count:] for part in keys]
+        return self._attend(
+            absorbed, query[count:], lambda at: tuple(part[at] for part in own), layer
+        )
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, kv_slots: Tensor, layer: MlaLayer) -> None:
         self._kernels.store(latent, k_rope, self._kv[layer.index], kv_slots)
@@ -253,13 +242,17 @@ class PagedMla:
         assert self._step is not None, "plan_step must be called first"
         return self._step
 
-    def _attend(self, absorbed: Tensor, query: Tensor, own: Tensor, layer: MlaLayer) -> Tensor:
+    def _keys_from(self, own: Tensor, layer: MlaLayer) -> OwnKeys:
+        """Return the keys and values of the prefill tokens' cache entries, [m, lora + rope]."""
+        return lambda at: self.keys_of(own[at], layer)
+
+    def _attend(self, absorbed: Tensor, query: Tensor, own: OwnKeys, layer: MlaLayer) -> Tensor:
         """Compute the attention of the decode tokens and then of the prefill tokens.
 
         Args:
             absorbed: Absorbed queries of the decode tokens, [n, H, lora + rope].
             query: Queries of the prefill tokens, [m, H, nope + rope].
-            own: Cache entries of the prefill tokens, [m, lora + rope].
+            own: Expanded keys and values of the prefill tokens.
             layer: The layer's weights and sizes.
 
         Returns:
@@ -274,9 +267,8 @@ class PagedMla:
             )
         for rows in step.ragged:
             at = slice(rows.first - step.decode, rows.first - step.decode + rows.tokens)
-            self._ragged(
-                rows, query[at], own[at], kv, layer, out[rows.first : rows.first + rows.tokens]
-            )
+            part = out[rows.first : rows.first + rows.tokens]
+            self.attend_rows(rows, query[at], partial(own, at), kv, layer, part)
         return out.view(-1, layer.heads * layer.v_dim)
 
     def _stored(self, layer: MlaLayer, tokens: int) -> tuple[Blocks | None, Blocks | None]:
@@ -296,41 +288,6 @@ class PagedMla:
             if uv
             else None,
         )
-
-    def _ragged(
-        self, rows: RaggedRows, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
-    ) -> None:
-        """Compute the attention of one group of prefill rows, merging the results of its calls.
-
-        Args:
-            rows: The rows and their calls.
-            query: Queries of the rows, [n, H, nope + rope].
-            own: Cache entries of the same tokens, [n, lora + rope].
-            kv: The layer's cache.
-            layer: The layer's weights and sizes.
-            out: Written, [n, H, v_dim].
-        """
-        lse = self._call(rows.calls[0], query, own, kv, layer, out)
-        if len(rows.calls) == 1:
-            return
-        total = out.float()
-        part = torch.empty_like(out)
-        for call in rows.calls[1:]:
-            self._merge_into(total, lse, part, self._call(call, query, own, kv, layer, part))
-        out.copy_(total)
-
-    def _call(
-        self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
-    ) -> Tensor:
-        """Compute the attention of one call into ``out`` and return its log-sum-exp.
-
-        Arguments as in :meth:`_ragged`; the result is that of :meth:`prefill`.
-        """
-        keys = (
-            own if call.kv_slots is None else self._kernels.gather(kv, call.kv_slots, query.dtype)
-        )
-        k, v = self._expand(keys, layer.w_kv, layer.nope_dim)
-        return self.attend_ragged(call, query, k, v, layer.scale, out)
 
 
 def _kernels(

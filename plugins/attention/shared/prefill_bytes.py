@@ -1,6 +1,7 @@
 """Prefill memory of attention beside its queries, for the byte budget.
 
-The formulas follow ``mla_base.PagedMla`` and ``mha_base.PagedMha``. This module imports no torch.
+The formulas follow ``expanded_prefill.ExpandedPrefill`` and ``mha_base.PagedMha``. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def mla_bytes(step: AttentionStep) -> int:
     """Return the peak bytes of latent attention in the prefill ``step``, beside its queries.
 
     They are the sum of the output, the tokens' own cache entries and the memory of the largest
-    call (``PagedMla._ragged``).
+    call (``ExpandedPrefill.attend_rows``).
     """
     entry = step.entry * step.element
     expanded = step.heads * _expanded(step.key, step.value) * step.element

@@ -4,8 +4,8 @@ A pass is captured for a number of tokens, T, in pieces. Each piece ends where a
 attention (a split point, see ``core.step.graph_pieces.SplitPoints``), and the next one begins
 after it. A step of n <= T tokens fills fixed memory, replays the first piece, runs attention
 eagerly for its n tokens, replays the next piece, and so on. The padding rows after the n tokens
-hold token 0 at position 0, and zeros as the result of attention. They therefore contain no numbers
-of other steps. Their results are never read.
+hold token 0 at position 0 and KV slot 0, and zeros as the result of attention. They therefore
+contain no numbers of other steps. Their results are never read.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class PassMemory:
     """
 
     def __init__(self, tokens: int, device: torch.device) -> None:
-        self._tokens = torch.zeros(2, tokens, dtype=torch.int64, device=device)
-        self.ids, self.positions = self._tokens
+        self._tokens = torch.zeros(3, tokens, dtype=torch.int64, device=device)
+        self.ids, self.positions, self.kv_slots = self._tokens
         self.padding = torch.ones(tokens, 1, dtype=torch.bool, device=device)
         self._results: dict[tuple[int, torch.dtype], Tensor] = {}
         self._live = 0  # rows before this index belong to the last step, later rows are zero
@@ -78,14 +78,15 @@ class PassMemory:
             )
         return self._results[key]
 
-    def fill(self, ids: Tensor, positions: Tensor) -> None:
-        """Copy token ids and positions, int64 [n] each, into the input buffers and clear the rest.
+    def fill(self, ids: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        """Copy the tokens' ids, positions and KV slots, int64 [n] each, and clear the rest.
 
         The copies are enqueued without waiting for the device.
         """
         live = len(ids)
         self.ids[:live].copy_(ids)
         self.positions[:live].copy_(positions)
+        self.kv_slots[:live].copy_(kv_slots)
         if live > self._live:
             self.padding[self._live : live] = False
         if live < self._live:
@@ -154,10 +155,12 @@ class Pass:
 
     def _forward(self, steps: Steps) -> Tensor:
         steps.split_points.replacement = self._take
+        steps.split_points.kv_slots = self._memory.kv_slots[: self.tokens]
         try:
             return steps.forward(self._ids, self._positions, self._batch)
         finally:
             steps.split_points.replacement = None
+            steps.split_points.kv_slots = None
 
     def _take(self, work: SplitCall, rows: tuple[Tensor, ...], width: int) -> Tensor:
         """End the current graph at a split point, and note the call there for the replay.
@@ -184,7 +187,7 @@ class Pass:
     def __call__(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         live = len(ids)
         pieces = iter(self._pieces)
-        self._memory.fill(ids, positions)
+        self._memory.fill(ids, positions, batch.kv_slots)
         if len(self._live) > 1 and batch.agreed is not None:
             self._mark(batch.agreed.group_tokens or (live,) * len(self._live))
         next(pieces)()
