@@ -161,9 +161,7 @@ def planned_lines(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, s
 @pytest.mark.parametrize(
     "number", range(len(LINES)), ids=[f"{page}:{line[-40:]}" for page, line in LINES]
 )
-def test_command_lines_in_the_pages_plan(
-    planned_lines: list[tuple[int, str]], number: int
-) -> None:
+def test_command_lines_in_the_pages_plan(planned_lines: list[tuple[int, str]], number: int) -> None:
     """Each command line, SGLang's included, plans on the smallest ready sheet with enough GPUs."""
     page, line = LINES[number]
     status, said = planned_lines[number]
