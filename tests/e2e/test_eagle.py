@@ -147,7 +147,24 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("variant", SAME)
+#: forms that run without the variants below; the other form of each family runs in all variants
+FEW = ("llama-1", "deepseek-llama-3")
+FEWER = ("no_overlap", "page_1", "two_rows")
+
+
+@pytest.mark.parametrize(
+    ("model", "variant"),
+    [
+        pytest.param(
+            form,
+            variant,
+            marks=pytest.mark.slow if form in SLOW or (form in FEW and variant in FEWER) else (),
+        )
+        for form in FORMS
+        for variant in SAME
+    ],
+    indirect=["model"],
+)
 def test_the_same_tokens_as_without_speculation(
     model: Model, plain: tuple[list[list[int]], list[list[int]]], variant: str
 ) -> None:
