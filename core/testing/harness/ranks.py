@@ -104,8 +104,6 @@ class RankSet:
         self._folder = tempfile.TemporaryDirectory(prefix="glowplug-ranks-")
         self._rendezvous = f"file://{self._folder.name}/ranks"
         self._meeting = MEETINGS[self._rendezvous] = Meeting()
-        # other collectives may wait for a peer where the turn cannot be passed on
-        self._in_turn = plan.choice("collectives").name == COLLECTIVES
         self._pools = [ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(plan.ranks)]
         self.engines: list[Engine] = []
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -124,8 +122,12 @@ class RankSet:
         )
 
     def _run(self, work: Callable[[int], Result], rank: int) -> Result:
-        """Call ``work`` for one rank, in turn with the others if their exchanges allow it."""
-        with self._meeting.turn(rank) if self._in_turn else nullcontext():
+        """Call ``work`` for one rank, in turn with the others if they exchange through lists.
+
+        NOTE: over other collectives a rank may wait for a peer where it cannot pass the turn on.
+        """
+        in_turn = self.plan.choice("collectives").name == COLLECTIVES
+        with self._meeting.turn(rank) if in_turn else nullcontext():
             return work(rank)
 
     def _each(self, work: Callable[[int], Result]) -> list[Result]:
