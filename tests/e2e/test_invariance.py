@@ -103,7 +103,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 SLOW = [
     (model, variant)
     for model in ("v2", "v3_fp8")
-    for variant in ("no_overlap", "chunked_one", "two_rows", "preempted_no_overlap", "priority")
+    for variant in (
+        *("no_overlap", "chunked_one", "unmixed", "page_64", "two_rows"),
+        *("preempted_no_overlap", "preempted_chunked", "priority", "longest_prefix"),
+    )
 ]
 
 
