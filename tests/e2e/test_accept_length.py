@@ -68,7 +68,7 @@ def prompts(count: int = 10) -> list[list[int]]:
 
 
 def asked(first: int = 0) -> list[Submit]:
-    return [submit(first + i, prompt, 10 + 3 * i) for i, prompt in enumerate(prompts())]
+    return [submit(first + i, prompt, 8 + 2 * i) for i, prompt in enumerate(prompts())]
 
 
 TREE = replace(ALONE, steps=3, topk=3)
@@ -278,10 +278,10 @@ def embedded_counts(
         config["parallel"] = [{"use": use, "size": size} for use, size in parallel.items()]
     with RankSet(rank_plan(config, plugins()), plugins()) as ranks:
         rounds = (
-            [[submit(i, prompt, 48)] for i, prompt in enumerate(conversations)]
+            [[submit(i, prompt, 32)] for i, prompt in enumerate(conversations)]
             if one_by_one
             else [
-                [submit(first + i, prompt, 48) for i, prompt in enumerate(conversations)]
+                [submit(first + i, prompt, 32) for i, prompt in enumerate(conversations)]
                 for first in (100, 0)
             ]
         )

@@ -44,13 +44,16 @@ def test_same_tokens(known: Reference, one: Combination) -> None:
     run(one, known)
 
 
+OVER_GLOO = [
+    Combination(tp=2, steps=1),
+    Combination(tp=4, ep=4, dp=2, steps=2),
+    Combination(tp=4, ep=4, dp=4, exchange="all_to_all"),
+]
+
+
 @pytest.mark.parametrize(
     "one",
-    [
-        Combination(tp=2, steps=1),
-        Combination(tp=4, ep=4, dp=2, steps=2),
-        Combination(tp=4, ep=4, dp=4, exchange="all_to_all"),
-    ],
+    some_slow(OVER_GLOO, OVER_GLOO[1:2]),  # 10 s; the others have drafts and groups over gloo
     ids=lambda one: one.name,
 )
 def test_same_tokens_over_gloo(known: Reference, one: Combination) -> None:

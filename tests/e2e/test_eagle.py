@@ -54,7 +54,7 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 SLOW = ("deepseek-llama-1",)  #: 40 s; "llama-1" and "deepseek-llama-3" have each of its parts
 CLASSES = {"llama": "LlamaForCausalLM", "deepseek": "DeepseekV3ForCausalLM"}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 
 
 @dataclass
@@ -116,7 +116,7 @@ def prompts() -> list[list[int]]:
 def sampled() -> list[SamplingParams]:
     kinds = ({}, {"top_k": 3}, {"top_p": 0.6}, {"repetition_penalty": 1.3, "temperature": 0.0})
     return [
-        SamplingParams(max_tokens=20, seed=3 + i, ignore_eos=True, **kinds[i % len(kinds)])
+        SamplingParams(max_tokens=12, seed=3 + i, ignore_eos=True, **kinds[i % len(kinds)])
         for i in range(len(prompts()))
     ]
 
@@ -147,7 +147,24 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("variant", SAME)
+#: forms that run without the variants below; the other form of each family runs in all variants
+FEW = ("llama-1", "deepseek-llama-3")
+FEWER = ("no_overlap", "page_1", "two_rows")
+
+
+@pytest.mark.parametrize(
+    ("model", "variant"),
+    [
+        pytest.param(
+            form,
+            variant,
+            marks=pytest.mark.slow if form in SLOW or (form in FEW and variant in FEWER) else (),
+        )
+        for form in FORMS
+        for variant in SAME
+    ],
+    indirect=["model"],
+)
 def test_the_same_tokens_as_without_speculation(
     model: Model, plain: tuple[list[list[int]], list[list[int]]], variant: str
 ) -> None:
@@ -230,20 +247,19 @@ def test_a_request_gains_the_same_in_any_company(model: Model, shape: dict[str, 
     prefix, in chunks, and with overlapped steps or without.
     """
     some = prompts()[1::2]
-    short = GREEDY.replace(max_tokens=14)
     accepting.take()
     drafts: dict[str, Any] = {"speculative": shape}
     with engine(model, cache={"use": "none"}, scheduler={"overlap": False}, **drafts) as llm:
         for ids in some:
-            llm.generate([ids], short)
+            llm.generate([ids], GREEDY)
         alone = accepting.take()
     assert any(count > 1 for row in alone for count in row)
     for name, config in COMPANY.items():
         replaying_runtime.NEWEST.clear()
         with engine(model, **config, **drafts) as llm:
-            llm.generate(some, short)
+            llm.generate(some, GREEDY)
             assert accepting.take() == alone, name
-            warm = llm.generate(some, short)
+            warm = llm.generate(some, GREEDY)
             assert sum(one.cached_tokens for one in warm) > 0
             assert accepting.take() == alone, f"{name}, with a warm cache"
         if "graphs" in config:
@@ -387,7 +403,8 @@ def test_drawn_tokens_follow_the_targets_distribution(
     folder: Path, plain_v3: LLM, knobs: dict[str, int]
 ) -> None:
     drafts = {"use": "eagle", "adaptive": False, "draft_model": str(write_random_head(folder))}
-    with draft_requests.engine(folder, 0, speculative={**drafts, **knobs}) as llm:
+    rows = draft_requests.MANY_ROWS
+    with draft_requests.engine(folder, 0, speculative={**drafts, **knobs}, scheduler=rows) as llm:
         draft_requests.follows_distribution(llm, plain_v3, 500)
 
 

@@ -6,6 +6,8 @@ those of CUDA graphs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +81,27 @@ def tokens_of(
     return found, replays
 
 
+Alone = Callable[[int, int], dict[int, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("v3"), "v3", num_nextn_predict_layers=1)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, plugins: PluginSet) -> Alone:
+    """Return a function from the steps of drafts and their branches to one rank's tokens."""
+    return cache(lambda nextn, topk: tokens_of(config_of(folder, [], nextn, topk=topk), plugins)[0])
+
+
 @pytest.mark.parametrize(("nextn", "topk"), [(0, 1), (1, 1), (3, 1), (2, 3)])
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS, SLOW))
 def test_ranks_replay_the_steps_of_one(
-    layout: str, nextn: int, topk: int, tmp_path: Path, plugins: PluginSet
+    layout: str, nextn: int, topk: int, folder: Path, alone: Alone, plugins: PluginSet
 ) -> None:
-    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
-    wanted, _ = tokens_of(config_of(folder, [], nextn, topk=topk), plugins)
     found, replays = tokens_of(config_of(folder, LAYOUTS[layout], nextn, topk=topk), plugins)
-    assert found == wanted
+    assert found == alone(nextn, topk)
     assert len(replays[0]) >= 5
     assert all(sizes == replays[0] for sizes in replays), "ranks replay graphs of the same sizes"
 
@@ -95,11 +109,9 @@ def test_ranks_replay_the_steps_of_one(
 @pytest.mark.parametrize("nextn", [0, 2])
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS, SLOW))
 def test_ranks_replay_passes_of_one_size(
-    layout: str, nextn: int, tmp_path: Path, plugins: PluginSet
+    layout: str, nextn: int, folder: Path, alone: Alone, plugins: PluginSet
 ) -> None:
     """Groups with different tokens, or with none, replay the pass that fits the largest group."""
-    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
-    wanted, _ = tokens_of(config_of(folder, [], nextn), plugins)
     config = config_of(folder, LAYOUTS[layout], nextn, passes=True)
     with RankSet(rank_plan(config, plugins), plugins) as ranks:
         runners: list[Any] = [engine.runner.graphs for engine in ranks.engines]
@@ -109,7 +121,7 @@ def test_ranks_replay_passes_of_one_size(
         loads = [engine.parallel.expert_load() for engine in ranks.engines]
         passed = [list(runner.passed) for runner in runners]
         ranks.check_idle()
-    assert {id: list(one.tokens) for id, one in heard.items()} == wanted
+    assert {id: list(one.tokens) for id, one in heard.items()} == alone(nextn, 1)
     sizes = [[size for _, size in found] for found in passed]
     assert sizes[0] and all(found == sizes[0] for found in sizes)
     if "dp" in layout:

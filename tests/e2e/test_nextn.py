@@ -16,6 +16,7 @@ from tests.e2e.cuts import CUTS
 from tests.plugins import accepting
 from tests.support.draft_requests import (
     GREEDY,
+    MANY_ROWS,
     all_pages_are_back,
     context_ends_alike,
     engine,
@@ -62,7 +63,7 @@ def test_preempted_requests_go_on_where_they_were(
     folder: Path, plain: LLM, scheduler: dict[str, Any]
 ) -> None:
     every = [
-        params.replace(max_tokens=80, min_tokens=70 if params.min_tokens else 0)
+        params.replace(max_tokens=44, min_tokens=40 if params.min_tokens else 0)
         for params in features()
     ]
     with engine(
@@ -80,8 +81,9 @@ def test_a_request_gains_the_same_in_any_company(folder: Path, steps: int) -> No
     prefix, in chunks.
     """
     accepting.take()
+    some = prompts()[::2]
     with engine(folder, steps, cache={"use": "none"}, scheduler={"overlap": False}) as llm:
-        for ids in prompts():
+        for ids in some:
             llm.generate([ids], GREEDY)
         alone = accepting.take()
     assert any(count > 1 for row in alone for count in row)
@@ -95,9 +97,9 @@ def test_a_request_gains_the_same_in_any_company(folder: Path, steps: int) -> No
         "two_rows",
     ):
         with engine(folder, steps, **VARIANTS[variant]) as llm:
-            llm.generate(prompts(), GREEDY)
+            llm.generate(some, GREEDY)
             assert accepting.take() == alone, variant
-            warm = llm.generate(prompts(), GREEDY)
+            warm = llm.generate(some, GREEDY)
             assert sum(one.cached_tokens for one in warm) > 0
             assert accepting.take() == alone, f"{variant}, with a warm cache"
 
@@ -115,7 +117,7 @@ def test_a_cached_prefix_is_hit_as_often(folder: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", some_slow([1, 3], [1]))
 def test_every_limit_is_exact(folder: Path, plain: LLM, steps: int) -> None:
     """Limits are max_tokens from 1 on, the context's end, and ends by eos: never a token more
     or less.
@@ -154,24 +156,32 @@ def test_aborted_requests_leave_nothing_behind(folder: Path, greedy: list[Comple
 def test_verified_tokens_follow_the_targets_distribution(
     folder: Path, plain: LLM, knobs: dict[str, int]
 ) -> None:
-    with engine(folder, 0, speculative={"use": "nextn", "adaptive": False, **knobs}) as llm:
+    drafts = {"use": "nextn", "adaptive": False, **knobs}
+    with engine(folder, 0, speculative=drafts, scheduler=MANY_ROWS) as llm:
         follows_distribution(llm, plain)
 
 
-CHAT = [[{"role": "user", "content": task.prompt}] for task in held_out_tasks(40)]
+CHAT = [[{"role": "user", "content": task.prompt}] for task in held_out_tasks(24)]
 ANSWER = SamplingParams(temperature=0.0, max_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def answers() -> tuple[list[Completion], list[Completion]]:
+    """Return the answers without drafts, and those of a few chats cut by stop strings."""
+    with LLM("embedded", dtype="float32", device="cpu") as llm:
+        return llm.chat(CHAT, ANSWER), llm.chat(CHAT[:6], ANSWER.replace(stop=["e", "1"]))
 
 
 @pytest.mark.parametrize(
     ("steps", "topk", "least"), [(1, 1, 1.5), (3, 1, 1.5), (3, 4, 1.9)], ids=["1", "3", "tree"]
 )
-def test_the_embedded_model_accepts_most_drafts(steps: int, topk: int, least: float) -> None:
+def test_the_embedded_model_accepts_most_drafts(
+    answers: tuple[list[Completion], list[Completion]], steps: int, topk: int, least: float
+) -> None:
     """On held-out chat the answers are those of width one, and at one drafted token at least every
     second draft is accepted.
     """
-    with LLM("embedded", dtype="float32", device="cpu") as llm:
-        want = llm.chat(CHAT, ANSWER)
-        cut = llm.chat(CHAT[:6], ANSWER.replace(stop=["e", "1"]))
+    want, cut = answers
     knobs = {"use": "nextn", "adaptive": False, "steps": steps, "topk": topk}
     with LLM("embedded", dtype="float32", device="cpu", speculative=knobs) as llm:
         got = llm.chat(CHAT, ANSWER)

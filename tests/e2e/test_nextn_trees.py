@@ -56,7 +56,7 @@ def test_every_cut_of_the_steps_gives_the_same_tokens(
 
 def test_preempted_requests_go_on_where_they_were(folder: Path, plain: LLM) -> None:
     every = [
-        params.replace(max_tokens=80, min_tokens=70 if params.min_tokens else 0)
+        params.replace(max_tokens=44, min_tokens=40 if params.min_tokens else 0)
         for params in features()
     ]
     with tree(folder, (3, 4, 8), context_length=200, memory={"kv_tokens": 240}) as llm:
@@ -67,11 +67,15 @@ def test_preempted_requests_go_on_where_they_were(folder: Path, plain: LLM) -> N
 
 
 def test_a_sequence_of_the_full_context_length_has_room_for_its_trees(
-    folder: Path, plain: LLM
+    folder: Path,
 ) -> None:
     """A draft near the end may be stored behind the last position of the sequence."""
-    ends = [params.replace(max_tokens=256 - len(ids)) for ids, params in zip(prompts(), features())]
-    with tree(folder, (2, 6, 12), cache={"use": "none"}) as llm:
+    ends = [params.replace(max_tokens=112 - len(ids)) for ids, params in zip(prompts(), features())]
+    short = {"context_length": 112}
+    with (
+        tree(folder, (2, 6, 12), cache={"use": "none"}, **short) as llm,
+        engine(folder, 0, **short) as plain,
+    ):
         same(llm.generate(prompts(), ends), plain.generate(prompts(), ends))
 
 

@@ -26,9 +26,9 @@ VOCAB = 12  #: so few that an answer often continues like an earlier part of the
 CHAIN: dict[str, Any] = {"use": "ngram", "adaptive": False, "steps": 3}
 TREE: dict[str, Any] = {"use": "ngram", "adaptive": False, "steps": 3, "topk": 3, "draft_tokens": 8}
 SHAPES = {"chain": CHAIN, "tree": TREE}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SAMPLED = [
-    SamplingParams(max_tokens=20, seed=3, ignore_eos=True, **changes)
+    SamplingParams(max_tokens=14, seed=3, ignore_eos=True, **changes)
     for changes in (
         {"temperature": 1.2, "top_k": 4},
         {"temperature": 0.8, "presence_penalty": 1.0, "repetition_penalty": 1.2},

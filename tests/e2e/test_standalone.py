@@ -22,6 +22,7 @@ from tests.plugins import accepting, replaying_runtime
 from tests.support.combinations import Combination, plugins, reference, run
 from tests.support.draft_requests import (
     GREEDY,
+    MANY_ROWS,
     VOCAB,
     all_pages_are_back,
     context_ends_alike,
@@ -168,7 +169,7 @@ def test_the_same_tokens_as_without_speculation(
         assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-LONG = [params.replace(max_tokens=80, min_tokens=0) for params in features()]
+LONG = [params.replace(max_tokens=44, min_tokens=0) for params in features()]
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +247,7 @@ def test_verified_tokens_follow_the_targets_distribution(
     near: Model, knobs: dict[str, int]
 ) -> None:
     with (
-        engine(near.target, near.draft, speculative=knobs) as llm,
+        engine(near.target, near.draft, speculative=knobs, scheduler=MANY_ROWS) as llm,
         engine(near.target, None) as plain,
     ):
         follows_distribution(llm, plain)
@@ -307,22 +308,21 @@ def test_a_request_gains_the_same_in_any_company(near: Model, shape: dict[str, i
     prefix, in chunks, and with overlapped steps or without.
     """
     some = prompts()[::2]
-    short = GREEDY.replace(max_tokens=14)
     accepting.take()
     drafts: dict[str, Any] = {"speculative": shape}
     alone_in = {"cache": {"use": "none"}, "scheduler": {"overlap": False}}
     with engine(near.target, near.draft, **alone_in, **drafts) as llm:
         for ids in some:
-            llm.generate([ids], short)
+            llm.generate([ids], GREEDY)
         alone = accepting.take()
     gained = [count for row in alone for count in row[1:]]
     assert 1.3 < sum(gained) / len(gained) < STEPS + 1, "many drafts are right, and some are not"
     for name, config in COMPANY.items():
         replaying_runtime.NEWEST.clear()
         with engine(near.target, near.draft, **config, **drafts) as llm:
-            llm.generate(some, short)
+            llm.generate(some, GREEDY)
             assert accepting.take() == alone, name
-            warm = llm.generate(some, short)
+            warm = llm.generate(some, GREEDY)
             assert sum(one.cached_tokens for one in warm) > 0
             assert accepting.take() == alone, f"{name}, with a warm cache"
         if "graphs" in config:

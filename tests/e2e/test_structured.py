@@ -75,7 +75,7 @@ def test_xgrammar_follows_schemas_with_drafts(engine: Any) -> None:
     texts = []
     for config in ({}, CHAIN, TREE):
         with engine(**config, grammar={"use": "xgrammar"}) as llm:
-            found = run(llm, seeds, streamed=False, thinking=False, max_tokens=160)
+            found = run(llm, seeds, streamed=False, thinking=False, max_tokens=100)
             assert llm.stats.masked_steps > 0 and llm.stats.mask_waits == 0
             assert llm.control("check")
         assert found.wrong == [] and found.finished > 0
@@ -87,7 +87,7 @@ def test_drafts_overlap_and_recomputation_change_no_answer(engine: Any) -> None:
     """The pool is so small that sequences are preempted, and prompts are computed in chunks."""
     seeds = range(8)
     with engine() as llm:
-        plain = run(llm, seeds, streamed=False, thinking=False, max_tokens=120)
+        plain = run(llm, seeds, streamed=False, thinking=False, max_tokens=80)
     small = {
         "scheduler": {"max_running_requests": 8, "overlap": True, "chunk_size": 16},
         "memory": {"kv_tokens": 320},
@@ -95,7 +95,7 @@ def test_drafts_overlap_and_recomputation_change_no_answer(engine: Any) -> None:
     }
     for config in ({}, CHAIN, TREE):
         with engine(**{**small, **config}) as llm:
-            other = run(llm, seeds, streamed=False, thinking=False, max_tokens=120)
+            other = run(llm, seeds, streamed=False, thinking=False, max_tokens=80)
             assert llm.stats.preemptions > 0
         assert other.texts == plain.texts and other.wrong == []
 
@@ -106,7 +106,7 @@ def test_ranks_make_the_same_masks(groups: bool) -> None:
     if groups:
         parallel.append({"use": "dp_attention", "size": 2})
     with LLM(**SMALL, parallel=parallel, executor={"use": "multiprocess"}) as llm:  # type: ignore[arg-type]
-        found = run(llm, range(5), streamed=False, thinking=False)
+        found = run(llm, range(5), streamed=False, thinking=False, max_tokens=120)
         assert llm.stats.masked_steps > 0
     assert found.wrong == [] and found.finished > 0
 

@@ -5,6 +5,7 @@ Ranks are threads, and captured steps are functions (tests.plugins.replaying).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
+from glowplug.core.plugin.draft_shape import DraftShape, shorter_shapes
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.entrypoints.front.llm import Completion
@@ -39,6 +42,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+#: seconds of steps with drafts of every size here, which engines otherwise measure at their start
+COSTS = DraftCosts(
+    tuple(
+        ShapeCosts(shape, (1, 8), (1.0, 2.0))
+        for shape in {*shorter_shapes(DraftShape.chain(3)), *shorter_shapes(DraftShape(3, 3, 8))}
+    )
+)
+
+
 def config_of(folder: Path, drafts: dict[str, Any], **changes: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
         "model": str(folder),
@@ -57,7 +69,8 @@ def config_of(folder: Path, drafts: dict[str, Any], **changes: Any) -> dict[str,
             own["draft_model"] = str(draft)
         if drafts.get("use") == "eagle":
             own["draft_model"] = str(write_random_head(folder))
-        config["speculative"] = {"use": "nextn", **drafts, **own}
+        (costs := folder.parent / "costs.json").write_text(json.dumps(COSTS.to_json()))
+        config["speculative"] = {"use": "nextn", "cost_table": str(costs), **drafts, **own}
         config["scheduler"] = {"use": "switching", **config.get("scheduler", {})}
     return config
 
@@ -110,8 +123,11 @@ def test_same_tokens_while_sizes_switch(
     drafts: str,
 ) -> None:
     knobs, sizes = DRAFTS[drafts]
+    if variant == "no_cache":
+        knobs = {**knobs, "cost_table": ""}  # costs are measured
     switching.take()
     with LLM(plugins=PLUGINS, **config_of(folder, knobs, **VARIANTS[variant])) as llm:
+        assert (llm.plan.draft_costs is None) == (variant == "no_cache")
         same(llm.generate(prompts(), GREEDY), wanted[0])
         same(llm.generate(prompts(), features()), wanted[1])  # now with a warm cache
         stats = llm.stats
@@ -123,7 +139,7 @@ def test_same_tokens_while_sizes_switch(
 
 #: requests that outgrow a small pool
 LONG = [
-    params.replace(max_tokens=80, min_tokens=70 if params.min_tokens else 0)
+    params.replace(max_tokens=44, min_tokens=40 if params.min_tokens else 0)
     for params in features()
 ]
 

@@ -9,11 +9,13 @@ tests install, or triton beside a CPU build of torch, cannot be imported there a
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import tempfile
 import tomllib
 import venv
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.metadata import Distribution
 from pathlib import Path, PurePath
@@ -126,6 +128,35 @@ def run(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         check=False,
         env=variables(),
     )
+
+
+#: run each command line of the argument, a JSON list, and print their statuses and outputs
+COMMANDS = """
+import contextlib, io, json, sys
+from glowplug.entrypoints.cli.main import main
+
+found = []
+for words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = end.code
+    found.append((status, said.getvalue()))
+print(json.dumps(found))
+"""
+
+
+def glowplug_each(lines: Iterable[Sequence[str]]) -> list[tuple[int, str]]:
+    """Run ``glowplug`` with the words of each line there, all in one process.
+
+    Returns:
+        The exit status and the output of each.
+    """
+    done = run("-c", COMMANDS, json.dumps([list(words) for words in lines]))
+    assert done.returncode == 0, done.stderr
+    return [(status, said) for status, said in json.loads(done.stdout)]
 
 
 def glowplug(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

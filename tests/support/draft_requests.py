@@ -18,7 +18,12 @@ from glowplug.entrypoints.front.llm import Completion
 from tests.support.tiny import write_config
 
 VOCAB = 12  #: so few that a random draft is sometimes right
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+#: enough tokens to begin a page, whatever the prompt; each further one is a step of every engine
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True, logprobs=2)
+
+
+#: scheduler of engines that run very many short requests
+MANY_ROWS = {"max_running_requests": 64}
 
 
 BASE: dict[str, Any] = {
@@ -50,7 +55,7 @@ def features() -> list[SamplingParams]:
     """Return one request for each sampling feature, as many as there are prompts."""
 
     def make(**changes: Any) -> SamplingParams:
-        return SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True, **changes})
+        return SamplingParams(**{"max_tokens": 12, "seed": 3, "ignore_eos": True, **changes})
 
     return [
         make(temperature=0.0, logprobs=3),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,8 @@ def on_ranks(mesh: Mapping[str, int], backend: str, body: Callable[[Any, int], A
             else Gloo(GlooOptions(timeout=30), plan, worker, store)
         )
         try:
-            return body(held, rank)
+            with MEETINGS[address].turn(rank) if backend == "threads" else nullcontext():
+                return body(held, rank)
         except BaseException:
             MEETINGS[address].end()
             raise

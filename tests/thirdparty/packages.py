@@ -55,14 +55,16 @@ def lines_of(name: str) -> int:
     return sum(len(path.read_text().splitlines()) for path in (FOLDER / name / "src").rglob("*.py"))
 
 
-def install(name: str, folder: Path) -> Path:
-    """Install a sample as a wheel under ``folder``, and return the folder with its packages."""
-    source, target = folder / "source", folder / "site"
+def install(folder: Path, *names: str) -> Path:
+    """Install samples as wheels under ``folder``, and return the folder with their packages."""
+    target = folder / "site"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    shutil.copytree(FOLDER / name, source, ignore=ignored)
+    sources = [folder / "source" / name for name in names]
+    for name, source in zip(names, sources):
+        shutil.copytree(FOLDER / name, source, ignore=ignored)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run(
-        [*pip, "--no-build-isolation", "--target", str(target), str(source)],
+        [*pip, "--no-build-isolation", "--target", str(target), *map(str, sources)],
         check=True,
         timeout=240,
     )

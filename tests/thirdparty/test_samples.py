@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,7 +121,7 @@ WORKS = """
 import importlib, json, sys
 from types import SimpleNamespace
 
-for module in sys.argv[2:]:
+for module in sys.argv[1:]:
     importlib.import_module(module)
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
@@ -127,12 +129,10 @@ from glowplug.entrypoints.cli.commands.plugins import listing
 from glowplug.entrypoints.server.app import create_app
 
 plugins = load_plugins()
-(entry,) = (one for one in listing(plugins) if one["distribution"] == sys.argv[1])
 plan = make_plan({"model": "embedded", "device": "cpu"}, plugins=plugins)
 client = SimpleNamespace(stats=dict, group_stats=dict)
 app = create_app(plan, client, None, [], plugins)
-entry["routes"] = [*app.openapi()["paths"]]
-print(json.dumps(entry))
+print(json.dumps({"plugins": listing(plugins), "routes": [*app.openapi()["paths"]]}))
 """
 #: sample -> a route of it, and a command line with what it prints
 SURFACES: dict[str, tuple[str, list[str], str]] = {
@@ -141,25 +141,47 @@ SURFACES: dict[str, tuple[str, list[str], str]] = {
 }
 
 
-@samples
-def test_a_sample_works_when_installed_as_a_wheel(sample: str, tmp_path: Path) -> None:
-    """The wheel has all modules and the entry point; components, routes and commands are found."""
-    name = f"glowplug-{sample}"
-    target = install(name, tmp_path)
-    source = FOLDER / name / "src"
-    files = {str(path.relative_to(source)) for path in source.rglob("*.py")}
-    package = target / f"glowplug_{sample}"
-    assert files == {str(path.relative_to(target)) for path in package.rglob("*.py")}
+@dataclass
+class Installed:
+    """The folder with the packages of all samples, and what a process with all of them found."""
+
+    target: Path
+    found: dict[str, Any]
+
+
+def files_of(sample: str) -> set[str]:
+    """Return the modules of a sample, relative to its source folder."""
+    source = FOLDER / f"glowplug-{sample}" / "src"
+    return {str(path.relative_to(source)) for path in source.rglob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("wheels")
+    target = install(folder, *(f"glowplug-{sample}" for sample in SUITES))
     modules = [
-        one.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for one in sorted(files)
+        file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for sample in SUITES
+        for file in sorted(files_of(sample))
     ]
-    entry = json.loads(run_installed(target, "-c", WORKS, name, *modules))
+    return Installed(target, json.loads(run_installed(target, "-c", WORKS, *modules)))
+
+
+@samples
+def test_a_sample_works_when_installed_as_a_wheel(sample: str, installed: Installed) -> None:
+    """The wheel has all modules and the entry point; components, routes and commands are found."""
+    target = installed.target
+    package = target / f"glowplug_{sample}"
+    assert files_of(sample) == {str(path.relative_to(target)) for path in package.rglob("*.py")}
+    (entry,) = (
+        one for one in installed.found["plugins"] if one["distribution"] == f"glowplug-{sample}"
+    )
     assert entry["version"] == "0.1.0"
     slots = {one["slot"] for one in entry["components"]}
     assert slots == ({ROWS[sample][2]} - {"none"})
     if sample in SURFACES:
         route, words, said = SURFACES[sample]
-        assert route in entry["routes"]
+        assert route in installed.found["routes"]
         assert said in run_installed(target, "-m", "glowplug", *words)
 
 

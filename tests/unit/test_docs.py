@@ -27,7 +27,7 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin import hookspecs
 from tests.e2e.test_gpu_ranks import LAYOUTS
-from tests.support.demo_environment import glowplug, run
+from tests.support.demo_environment import glowplug, glowplug_each, run
 from tests.support.published import PAGES, command_lines, machine_for, with_shape
 from tests.support.source_tree import PACKAGES, ROOT, sources
 from tests.support.tiny import write_config
@@ -143,19 +143,29 @@ def test_configurations_in_the_pages_plan(
 LINES = list(command_lines())
 
 
-@pytest.mark.parametrize(("page", "line"), LINES, ids=[f"{p}:{line[-40:]}" for p, line in LINES])
-def test_command_lines_in_the_pages_plan(page: str, line: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def planned_lines(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
+    """The exit status and the output of ``glowplug check`` with each of ``LINES``."""
+    folder = tmp_path_factory.mktemp("sheets")
+    commands = []
+    for number, (_, line) in enumerate(LINES):
+        words = with_shape(shlex.split(line))
+        sheet = folder / f"{number}.json"
+        sheet.write_bytes(msgspec.json.encode(machine_for(words)))
+        words += [] if "--facts" in words else ["--facts", str(sheet)]
+        words += [] if "--load-format" in words else ["--load-format", "dummy"]
+        commands.append(["check", *words])
+    return glowplug_each(commands)
+
+
+@pytest.mark.parametrize(
+    "number", range(len(LINES)), ids=[f"{page}:{line[-40:]}" for page, line in LINES]
+)
+def test_command_lines_in_the_pages_plan(planned_lines: list[tuple[int, str]], number: int) -> None:
     """Each command line, SGLang's included, plans on the smallest ready sheet with enough GPUs."""
-    words = with_shape(shlex.split(line))
-    machine = machine_for(words)
-    (sheet := tmp_path / "sheet.json").write_bytes(msgspec.json.encode(machine))
-    done = glowplug(
-        "check",
-        *words,
-        *(() if "--facts" in words else ("--facts", str(sheet))),
-        *(() if "--load-format" in words else ("--load-format", "dummy")),
-    )
-    assert done.returncode == 0, f"{page}: glowplug {line}\n{done.stdout}{done.stderr}"
+    page, line = LINES[number]
+    status, said = planned_lines[number]
+    assert status == 0, f"{page}: glowplug {line}\n{said}"
 
 
 def test_there_are_command_lines_of_sglang() -> None:

@@ -381,7 +381,10 @@ def test_options_without_a_comparison_are_refused(
     ("together", "script", "said"),
     [
         (True, "echo out of memory; exit 3", "sglang ended with 3 while it was loading:"),
-        (False, "echo out of memory; exit 3", "sglang ended with 3 while it was loading:"),
+        pytest.param(
+            *(False, "echo out of memory; exit 3", "sglang ended with 3 while it was loading:"),
+            marks=pytest.mark.slow,  # 5 s; the one before fails so, the next one is alone, too
+        ),
         (False, 'echo "Warmup ..."; echo out of memory; exit 4', "sglang ended with 4:"),
     ],
 )

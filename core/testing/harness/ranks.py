@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +45,7 @@ from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.drive import Collected, collect
 from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting
 
+COLLECTIVES = "threads"  #: the name of its collectives
 THREADS = "glowplug.core.testing.harness.threads"  #: the plugin of in-memory collectives
 SWITCH_SECONDS = 1e-4  #: seconds that a thread may hold the interpreter while others wait
 Result = TypeVar("Result")
@@ -68,7 +70,7 @@ def rank_plan(config: Mapping[str, Any], plugins: PluginSet | None = None) -> En
     """
     plugins = plugins or load_plugins([THREADS])
     contributed = (
-        {"collectives.use": "threads", "executor.oversubscribe": True}
+        {"collectives.use": COLLECTIVES, "executor.oversubscribe": True}
         if config.get("parallel")
         else {}
     )
@@ -119,10 +121,19 @@ class RankSet:
             self.plan, rank, plugins, lambda phase, done, total: None, self._rendezvous
         )
 
+    def _run(self, work: Callable[[int], Result], rank: int) -> Result:
+        """Call ``work`` for one rank, in turn with the others if they exchange through lists.
+
+        NOTE: over other collectives a rank may wait for a peer where it cannot pass the turn on.
+        """
+        in_turn = self.plan.choice("collectives").name == COLLECTIVES
+        with self._meeting.turn(rank) if in_turn else nullcontext():
+            return work(rank)
+
     def _each(self, work: Callable[[int], Result]) -> list[Result]:
         """Call ``work`` for every rank, each in its own thread, and return the results by rank."""
         futures: list[Future[Result]] = [
-            pool.submit(work, rank) for rank, pool in enumerate(self._pools)
+            pool.submit(self._run, work, rank) for rank, pool in enumerate(self._pools)
         ]
         done, _ = wait(futures, self.timeout, return_when=FIRST_EXCEPTION)
         if len(done) < len(futures) or any(future.exception() for future in done):

@@ -1,12 +1,14 @@
 """Collectives over shared lists, for ranks that are threads of one process.
 
-Each group of ranks has a barrier, and tensors are copied as they cross it.
+Each group of ranks has a barrier, and tensors are copied as they cross it. Between exchanges one
+rank runs at a time if its work is done within ``Meeting.turn``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +47,8 @@ class Meeting:
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], ThreadGroup] = {}
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._holder: int | None = None  # the rank that has the turn
         self.over = False
 
     def group(self, ranks: tuple[int, ...]) -> ThreadGroup:
@@ -55,6 +59,42 @@ class Meeting:
                 if self.over:
                     self._groups[ranks].barrier.abort()
             return self._groups[ranks]
+
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """Run the block while no other rank runs one, but for the time that it waits in a group.
+
+        NOTE: torch gives the interpreter up in every operation. Threads that run at once compete
+        for it each time, which takes more than half of their CPU time.
+        """
+        self._take_turn(rank)
+        try:
+            yield
+        finally:
+            self._end_turn(rank)
+
+    def wait(self, group: ThreadGroup, rank: int, timeout: float) -> None:
+        """Wait as ``rank`` for all ranks of ``group``; others may run meanwhile.
+
+        Raises:
+            BrokenBarrierError: the meeting is over, or ``timeout`` seconds have passed.
+        """
+        had_turn = self._end_turn(rank)
+        group.barrier.wait(timeout)
+        if had_turn:
+            self._take_turn(rank)
+
+    def _take_turn(self, rank: int) -> None:
+        self._turn.acquire()
+        self._holder = rank
+
+    def _end_turn(self, rank: int) -> bool:
+        """Let another rank run and return whether this one had the turn."""
+        had_turn = self._holder == rank
+        if had_turn:
+            self._holder = None
+            self._turn.release()
+        return had_turn
 
     def end(self) -> None:
         """End all exchanges: every rank that waits or will wait raises CollectiveError."""
@@ -95,7 +135,7 @@ class ThreadCollectives:
         places = group.places[call % 2]
         places[ranks.index(self.rank)] = (what, item)
         try:
-            group.barrier.wait(self.timeout)
+            self.meeting.wait(group, self.rank, self.timeout)
         except threading.BrokenBarrierError:
             raise CollectiveError(
                 f"rank {self.rank}: {what} among ranks {ranks}: a peer has ended or did not answer "

@@ -102,7 +102,8 @@ class EmbeddedTarget:
 def embedded_trainer(device: str, rate: float) -> HeadTrainer:
     """Return a trainer of a new head for the shipped checkpoint."""
     head = latent_head(NetworkShape(), HeadShape())
-    return HeadTrainer(EmbeddedTarget(device), head, device, rate)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return HeadTrainer(EmbeddedTarget(device), head, device, rate, dtype)
 
 
 def head_config(shape: NetworkShape, head: HeadShape) -> dict[str, object]:
