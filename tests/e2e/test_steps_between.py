@@ -28,19 +28,31 @@ PROMPTS = [[5, 6, 7], [8, 9], [1] * 40]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.mark.parametrize("chunk", [1536, 8192, 16384])
-@pytest.mark.parametrize("least", [0, 1536])
-@pytest.mark.parametrize(("rows", "width"), [(64, 1), (64, 3), (1, 1)])
-def test_round_numbers_are_all_tried(chunk: int, least: int, rows: int, width: int) -> None:
-    sizes = Sizes(
+@pytest.fixture
+def sizes() -> Sizes:
+    return Sizes(
         context_length=4096,
-        max_running=rows,
+        max_running=64,
         max_queued=64,
-        max_step_tokens=chunk + 64,
-        chunk_size=chunk,
+        max_step_tokens=8192 + 64,
+        chunk_size=8192,
         page_size=64,
         num_pages=64,
         kv_bytes=0,
+    )
+
+
+@pytest.mark.parametrize("chunk", [1536, 8192, 16384])
+@pytest.mark.parametrize("least", [0, 1536])
+@pytest.mark.parametrize(("rows", "width"), [(64, 1), (64, 3), (1, 1)])
+def test_round_numbers_are_all_tried(
+    chunk: int, least: int, rows: int, width: int, sizes: Sizes
+) -> None:
+    sizes = replace(
+        sizes,
+        max_running=rows,
+        max_step_tokens=chunk + 64,
+        chunk_size=chunk,
         width=width,
         pass_tokens=(least,) if least else (),
     )
@@ -52,6 +64,14 @@ def test_round_numbers_are_all_tried(chunk: int, least: int, rows: int, width: i
     most = min(STEPS_BETWEEN, rows - 1)
     assert {count % 2 for count in tokens} == {0, 1} or rows == 1 or chunk - least < STEPS_BETWEEN
     assert [decodes for decodes, _ in found] == [min(at + 1, most) for at in range(len(found))]
+
+
+def test_the_last_layer_of_captured_steps_is_tried_too(sizes: Sizes) -> None:
+    """Several ranks capture steps of whole chunks, but without the last layer."""
+    found = counts_between(replace(sizes, pass_tokens=(16, 1536, 8192, 8256)))
+    tokens = [count for _, count in found]
+    assert set(range(2048 + ROUND_TOKENS, 8192, ROUND_TOKENS)) <= set(tokens)
+    assert min(tokens) >= 2048 and max(tokens) <= 8192
 
 
 def tiny(tmp_path: Path, rows: int, chunk: int) -> LLM:

@@ -21,6 +21,8 @@ from glowplug.core.step.batch import Batch, shape_of
 
 #: most steps with prompts between the captured and the largest ones; each has one more decoding row
 STEPS_BETWEEN = 24
+#: part of the chunk size from which steps are run where all steps are captured
+UNCAPTURED_PART = 4
 #: token counts divisible by this are run too: kernels have a specialised variant for them
 SPECIALIZED_DIVISOR = 16
 
@@ -48,13 +50,17 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
 
 
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
-    """Return (decoding rows, tokens) of each step of prompts that is larger than a captured one.
+    """Return (decoding rows, tokens) of the steps of prompts that are run.
 
-    The steps ascend. Their token counts lie between the largest captured one and the chunk size.
-    They are all multiples of ROUND_TOKENS in this range, and further counts between these
-    multiples. The further counts are alternately odd and divisible by SPECIALIZED_DIVISOR.
+    The steps ascend. Their token counts lie between the largest captured one and the chunk size; if
+    steps of whole chunks are captured, between a part of the chunk size and the whole, because the
+    last layer is not captured with them. They are all multiples of ROUND_TOKENS in this range, and
+    further counts between these multiples. The further counts are alternately odd and divisible by
+    SPECIALIZED_DIVISOR.
     """
     least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
+    if least >= sizes.chunk_size:
+        least = sizes.chunk_size // UNCAPTURED_PART
     steps = min(STEPS_BETWEEN, sizes.max_running - 1)
     first = least // ROUND_TOKENS * ROUND_TOKENS + ROUND_TOKENS
     rounds = set(range(first, sizes.chunk_size, ROUND_TOKENS))
