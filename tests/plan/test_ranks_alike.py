@@ -79,6 +79,15 @@ def test_ranks_that_exchange_tokens_run_the_drafts_pass_over_prompts_eagerly(
     assert plan.sizes.extend_tokens == () != plan.sizes.pass_tokens
 
 
+def test_a_slice_of_the_logits_is_kept_beside_the_gathered_ones(plan_of: Any) -> None:
+    alone, ranks = plan_of(), plan_of(TP)
+    model = ranks.facts.model
+    assert model.vocab_size % TP["size"] == 0
+    rows = ranks.sizes.max_running
+    slice_bytes = rows * model.vocab_size // TP["size"] * 4
+    assert lines(ranks)["logits"] == lines(alone)["logits"] + slice_bytes
+
+
 def test_exchange_buffers_are_part_of_the_budget(plan_of: Any) -> None:
     plan = plan_of(TP)
     hidden, tokens = plan.facts.model.hidden_size, plan.sizes.max_step_tokens

@@ -218,9 +218,12 @@ def _logit_line(proposal: Proposal, layers: LayerBytes, rows: int) -> BudgetLine
     if proposal.values.device == "cuda":
         scratch = _sampler(proposal).scratch_rows
         held = max(count + (scratch(count) if scratch else 0), SCORED_COPIES * SCORED)
-        copies = held / count
+        # a rank's slice of the logits stays until the step ends, beside the gathered ones
+        own = count / parts if parts > 1 else 0
+        copies = (held + own) / count
         size = max(
-            held * vocabulary * 4 + count * model.hidden_size * DTYPE_BYTES[proposal.values.dtype],
+            int((held + own) * vocabulary) * 4
+            + count * model.hidden_size * DTYPE_BYTES[proposal.values.dtype],
             layers.activations(layers.even_step(max(count, SCORED + 1))),
         )  # a prompt's first token is not scored
     return BudgetLine(
