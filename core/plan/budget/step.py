@@ -216,19 +216,27 @@ def _logit_line(proposal: Proposal, layers: LayerBytes, rows: int) -> BudgetLine
     copies = HOST_COPIES
     size = int(count * vocabulary * 4 * copies)
     if proposal.values.device == "cuda":
-        scratch = _sampler(proposal).scratch_rows
-        held = max(count + (scratch(count) if scratch else 0), SCORED_COPIES * SCORED)
-        # a rank's slice of the logits stays until the step ends, beside the gathered ones
-        own = count / parts if parts > 1 else 0
-        copies = (held + own) / count
+        held = _held_rows(proposal, count, parts)
+        copies = held / count
         size = max(
-            int((held + own) * vocabulary) * 4
+            int(held * vocabulary) * 4
             + count * model.hidden_size * DTYPE_BYTES[proposal.values.dtype],
             layers.activations(layers.even_step(max(count, SCORED + 1))),
         )  # a prompt's first token is not scored
     return BudgetLine(
         "logits", size, f"{count} rows of {vocabulary} tokens, float32, {copies:.3g} copies"
     )
+
+
+def _held_rows(proposal: Proposal, count: int, parts: int) -> float:
+    """Return the rows of logits that a GPU holds at once in a step that samples ``count`` rows.
+
+    A rank's slice of the vocabulary, one of ``parts``, stays until the step ends, beside the
+    gathered logits.
+    """
+    scratch = _sampler(proposal).scratch_rows
+    whole = max(count + (scratch(count) if scratch else 0), SCORED_COPIES * SCORED)
+    return whole + (count / parts if parts > 1 else 0)
 
 
 def _on_host(proposal: Proposal, own: int, gathered: int) -> int:
