@@ -17,7 +17,7 @@ BIN = $(VENV)/bin
 RUN = $(BIN)/python -m
 # One thread a test process: two processes of two threads each are slower than two of one.
 TESTENV = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TOKENIZERS_PARALLELISM=false
-# In the environment, so that a fresh checkout that shares it checks its types in seconds.
+# Kept with the virtual environment, so that another checkout that uses it checks types in seconds.
 export MYPY_CACHE_DIR = $(abspath $(VENV))/.mypy_cache
 # pip shows its progress to a person, and a log stays short.
 QUIET := $(shell test -t 2 || echo --quiet)

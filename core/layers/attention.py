@@ -108,7 +108,6 @@ class MlaAttention(Module):
         self._projected = context.attention.mla_projected
         self._rope = context.ops.rope
         self._split_points = context.split_points
-        self._at_split_point = context.split_points.call
         self._prepare = getattr(context.attention, "prepare_mla", None)
         self._attend_prepared: Any = getattr(context.attention, "attend_prepared", None)
 
@@ -190,20 +189,20 @@ class MlaAttention(Module):
         if self._projected is not None and isinstance(at, RopeRows):
             first, compressed = self.input_proj.forward(x).split_with_sizes(self._halves, dim=-1)
             work, rows = self._projected_call(self._query(first), compressed, at)
-            return self.o_proj.forward_parts(self._at_split_point(work, rows, self._width))
+            return self.o_proj.forward_parts(self._split_points.call(work, rows, self._width))
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
         q_rope, k_rope = self._rope(q_rope, k_rope.unsqueeze(1), at)
         rows = (q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1))
-        return self.o_proj.forward_parts(self._at_split_point(self._attend, rows, self._width))
+        return self.o_proj.forward_parts(self._split_points.call(self._attend, rows, self._width))
 
     def _projected_call(
         self, query: Tensor, compressed: Tensor, at: RopeRows
     ) -> tuple[SplitCall, tuple[Tensor, ...]]:
-        """Return the call of the backend's variant that takes projections, and its rows.
+        """Return the call of the backend at the split point, and the rows that it takes.
 
-        While a graph runner captures a pass, the first part of the variant is run here, so that it
-        is captured, and the call is the rest of it.
+        It is ``mla_projected``. While a pass is captured, ``prepare_mla`` runs here, as a part of
+        the graph, and the call is ``attend_prepared`` if the backend has both.
         """
         kv_slots = self._split_points.kv_slots
         if kv_slots is None or self._prepare is None:

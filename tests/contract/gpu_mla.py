@@ -26,7 +26,7 @@ EPS = 1e-6
 
 class ProjectedSuite(MlaSuite):
     """The suite with further tests: ``mla_projected`` of the raw projections equals ``mla`` of the
-    normed and rotated ones, and so does the part that can be captured, with padding, and the rest.
+    normed and rotated ones, and ``prepare_mla`` with ``attend_prepared`` equals ``mla_projected``.
     """
 
     merged = True
@@ -151,9 +151,11 @@ class Projections:
         table = rope.cos_sin_table(rope.inverse_frequencies(suite.rope, 10000.0)[0], 1.0, 500)
         self.cos_sin = table[torch.randint(500, (tokens,), generator=generator)].to(suite.device)
 
-    def views(self) -> tuple[Tensor, Tensor]:
+    def views(self, wide: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the queries and the compressed part of ``wide``; None: of the projections."""
+        wide = self.wide if wide is None else wide
         size = self.shape[1] * self.shape[2]
-        return self.wide[:, :size].view(self.shape), self.wide[:, size:]
+        return wide[:, :size].view(self.shape), wide[:, size:]
 
     def done(self, interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         query, compressed = self.views()
@@ -196,10 +198,7 @@ class Projections:
 
     def copies(self) -> tuple[Tensor, Tensor]:
         """Return ``views`` of a copy."""
-        kept, self.wide = self.wide, self.wide.clone()
-        found = self.views()
-        self.wide = kept
-        return found
+        return self.views(self.wide.clone())
 
 
 def drafting(plan: EnginePlan) -> EnginePlan:

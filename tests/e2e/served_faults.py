@@ -185,7 +185,7 @@ class Outcome:
         stream: What the client of the running request got.
         left: Processes and device memory left behind.
         again: The answer of the next start.
-        status_again: Exit status of that one after SIGTERM.
+        status_again: Exit status of that one after SIGTERM; None: it serves the next case instead.
     """
 
     status: int
@@ -194,7 +194,7 @@ class Outcome:
     stream: str
     left: list[str] = field(default_factory=list)
     again: str = ""
-    status_again: int = -1
+    status_again: int | None = -1
 
     def wrong(self, case: Case) -> list[str]:
         """Return the deviations from what is promised."""
@@ -206,7 +206,7 @@ class Outcome:
             found.append(f"exit status {self.status}")
         if "[DONE]" in self.stream or '"finish_reason":"stop"' in self.stream:
             found.append("a request ended as if it were complete")
-        if "42" not in self.again or self.status_again != 0:
+        if "42" not in self.again or self.status_again not in (0, None):
             found.append(f"next start: {self.again!r}, exit status {self.status_again}")
         return found
 
@@ -351,15 +351,17 @@ def outcomes(cases: Sequence[Case], device: str) -> Iterator[tuple[Case, Outcome
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         server: Server | None = None
-        for number, case in enumerate(cases):
+        for number, (case, after) in enumerate(zip(cases, [*cases[1:], None])):
             words = words_of(device, fault=case.fault)
             if server is None:
                 server = stack.enter_context(serving(folder / f"{number}", words))
             outcome = fail(server, case, used)
-            server = stack.enter_context(serving(folder / f"{number}-next", words_of(device)))
-            outcome.again, outcome.status_again = server.ask(), 0
-            following = cases[number + 1].fault if number + 1 < len(cases) else "memory"
-            if words_of(device, fault=following) != words_of(device):
+            words = words_of(device)
+            server = stack.enter_context(serving(folder / f"{number}-next", words))
+            outcome.again = server.ask()
+            if after is not None and words_of(device, fault=after.fault) == words:
+                outcome.status_again = None
+            else:
                 outcome.status_again = stopped(server)
                 server = None
             yield case, outcome

@@ -28,7 +28,7 @@ SPECIALIZED_DIVISOR = 16
 
 
 def steps_between(runner: Runner, plan: EnginePlan) -> None:
-    """Run prefill steps larger than any captured one, then verify steps beside a short prompt.
+    """Run the prefill steps of ``counts_between``, then verify steps beside a short prompt.
 
     From step to step both the number of tokens and the number of decoding rows fall, because both
     decide which kernels run and how they are compiled. With drafts the sizes of the drafts take

@@ -146,12 +146,9 @@ class PagedMla(ExpandedPrefill):
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer
     ) -> Tensor:
         step = self._planned()
-        kv = self._kv[layer.index]
         count = step.decode
-        self._kernels.store(latent, k_rope, kv, step.kv_slots)
-        absorbed = q_nope.new_empty(count, layer.heads, self._lora + self._rope)
-        absorbed[..., self._lora :] = q_rope[:count]
-        self._kernels.absorb(q_nope[:count], layer.w_uk, absorbed)
+        self._kernels.store(latent, k_rope, self._kv[layer.index], step.kv_slots)
+        absorbed = self._absorb(q_nope[:count], q_rope[:count], layer)
         query = torch.cat((q_nope[count:], q_rope[count:]), dim=-1)
         own = torch.cat((latent[count:], k_rope[count:]), dim=-1)
         return self._attend(absorbed, query, self._keys_from(own, layer), layer)
@@ -166,25 +163,10 @@ class PagedMla(ExpandedPrefill):
         layer: MlaLayer,
     ) -> Tensor:
         step = self._planned()
-        count = step.decode
-        absorbed = query.new_empty(count, layer.heads, self._lora + self._rope)
-        own = query.new_empty(query.shape[0] - count, self._lora + self._rope)
-        self._kernels.prologue(
-            query,
-            compressed,
-            norm_weight,
-            eps,
-            at.cos_sin,
-            at.interleaved,
-            self._kv[layer.index],
-            step.kv_slots,
-            absorbed,
-            own,
-            layer.w_uk,
-            self.follows,
-            self._stored(layer, count)[0],
+        absorbed, own = self._prologue(
+            query, compressed, norm_weight, eps, at, step.kv_slots, layer, step.decode
         )
-        return self._attend(absorbed, query[count:], self._keys_from(own, layer), layer)
+        return self._attend(absorbed, query[step.decode :], self._keys_from(own, layer), layer)
 
     def prepare_mla(
         self,
@@ -196,29 +178,14 @@ class PagedMla(ExpandedPrefill):
         kv_slots: Tensor,
         layer: MlaLayer,
     ) -> tuple[Tensor, ...]:
-        none = query.new_empty(0, layer.heads, self._lora + self._rope)
-        own = query.new_empty(query.shape[0], self._lora + self._rope)
-        self._kernels.prologue(
-            query,
-            compressed,
-            norm_weight,
-            eps,
-            at.cos_sin,
-            at.interleaved,
-            self._kv[layer.index],
-            kv_slots,
-            none,
-            own,
-            layer.w_uk,
-        )
+        _, own = self._prologue(query, compressed, norm_weight, eps, at, kv_slots, layer, 0)
         return query, *self.keys_of(own, layer)
 
     def attend_prepared(self, layer: MlaLayer, query: Tensor, *keys: Tensor) -> Tensor:
         count = self._planned().decode
-        absorbed = query.new_empty(count, layer.heads, self._lora + self._rope)
-        if count:
-            absorbed[..., self._lora :] = query[:count, :, layer.nope_dim :]
-            self._kernels.absorb(query[:count, :, : layer.nope_dim], layer.w_uk, absorbed)
+        sizes = [layer.nope_dim, layer.rope_dim]
+        q_nope, q_rope = query[:count].split_with_sizes(sizes, dim=-1)
+        absorbed = self._absorb(q_nope, q_rope, layer)
         own = [part[count:] for part in keys]
         return self._attend(
             absorbed, query[count:], lambda at: tuple(part[at] for part in own), layer
@@ -241,6 +208,58 @@ class PagedMla(ExpandedPrefill):
     def _planned(self) -> _Step:
         assert self._step is not None, "plan_step must be called first"
         return self._step
+
+    def _absorb(self, q_nope: Tensor, q_rope: Tensor, layer: MlaLayer) -> Tensor:
+        """Return the absorbed queries [n, H, lora + rope] of decode tokens.
+
+        Args:
+            q_nope: [n, H, nope].
+            q_rope: Rotated, [n, H, rope].
+            layer: The layer's weights and sizes.
+        """
+        absorbed = q_nope.new_empty(len(q_nope), layer.heads, self._lora + self._rope)
+        if len(absorbed):
+            absorbed[..., self._lora :] = q_rope
+            self._kernels.absorb(q_nope, layer.w_uk, absorbed)
+        return absorbed
+
+    def _prologue(
+        self,
+        query: Tensor,
+        compressed: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        at: RopeRows,
+        kv_slots: Tensor,
+        layer: MlaLayer,
+        decode: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Norm, rotate and store the tokens, of which the first ``decode`` are decode tokens.
+
+        Other arguments as in ``PreparedMla.prepare_mla``. The other tokens' queries are rotated in
+        place.
+
+        Returns:
+            The absorbed queries of the decode tokens, and the cache entries of the others.
+        """
+        absorbed = query.new_empty(decode, layer.heads, self._lora + self._rope)
+        own = query.new_empty(query.shape[0] - decode, self._lora + self._rope)
+        self._kernels.prologue(
+            query,
+            compressed,
+            norm_weight,
+            eps,
+            at.cos_sin,
+            at.interleaved,
+            self._kv[layer.index],
+            kv_slots,
+            absorbed,
+            own,
+            layer.w_uk,
+            self.follows,
+            self._stored(layer, decode)[0],
+        )
+        return absorbed, own
 
     def _keys_from(self, own: Tensor, layer: MlaLayer) -> OwnKeys:
         """Return the keys and values of the prefill tokens' cache entries, [m, lora + rope]."""
