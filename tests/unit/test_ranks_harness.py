@@ -102,6 +102,18 @@ def test_sums_are_the_same_bits_and_copies() -> None:
     assert bool(first.isfinite().all()) and all(torch.equal(first, other) for other in others)
 
 
+def test_a_complete_exchange_counts_although_the_meeting_ends_at_once() -> None:
+    """All ranks of the exchange return from it, also those that have not woken yet."""
+
+    def work(one: ThreadCollectives) -> list[int]:
+        gathered = one.all_gather_numbers(np.array([one.rank]))[:, 0].tolist()
+        one.meeting.end()
+        return gathered
+
+    for _ in range(200):
+        assert each({"tp": 4}, work) == [[0, 1, 2, 3]] * 4
+
+
 def test_rows_to_each_rank_and_numbers_and_bytes() -> None:
     counts = np.array([[0, 2, 1, 3], [1, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]])
 

@@ -37,8 +37,43 @@ class ThreadGroup:
     """
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
         self.places: tuple[list[Any], list[Any]] = ([None] * size, [None] * size)
+        self._size = size
+        self._arrived = 0  # ranks that wait for the current exchange
+        self._exchanges = 0  # complete exchanges
+        self._ended = False
+        self._changed = threading.Condition()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for all ranks of the group and return whether they came.
+
+        Unlike a ``threading.Barrier`` that is aborted, a group that ends lets the ranks of a
+        complete exchange go on, so that all of them raise the same error.
+
+        Args:
+            timeout: seconds after which the group ends.
+        """
+        with self._changed:
+            exchange = self._exchanges
+            self._arrived += 1
+            if self._arrived == self._size and not self._ended:
+                self._arrived = 0
+                self._exchanges += 1
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ended or self._exchanges > exchange, timeout)
+            complete = self._exchanges > exchange
+            if not complete:
+                self._end()
+            return complete
+
+    def end(self) -> None:
+        """End the waiting of all ranks, also of those that come later."""
+        with self._changed:
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._changed.notify_all()
 
 
 class Meeting:
@@ -57,7 +92,7 @@ class Meeting:
             if ranks not in self._groups:
                 self._groups[ranks] = ThreadGroup(len(ranks))
                 if self.over:
-                    self._groups[ranks].barrier.abort()
+                    self._groups[ranks].end()
             return self._groups[ranks]
 
     @contextmanager
@@ -73,16 +108,17 @@ class Meeting:
         finally:
             self._end_turn(rank)
 
-    def wait(self, group: ThreadGroup, rank: int, timeout: float) -> None:
+    def wait(self, group: ThreadGroup, rank: int, timeout: float) -> bool:
         """Wait as ``rank`` for all ranks of ``group``; others may run meanwhile.
 
-        Raises:
-            BrokenBarrierError: the meeting is over, or ``timeout`` seconds have passed.
+        Returns:
+            False: the meeting is over, or ``timeout`` seconds have passed.
         """
         had_turn = self._end_turn(rank)
-        group.barrier.wait(timeout)
-        if had_turn:
+        complete = group.wait(timeout)
+        if complete and had_turn:
             self._take_turn(rank)
+        return complete
 
     def _take_turn(self, rank: int) -> None:
         self._turn.acquire()
@@ -101,7 +137,7 @@ class Meeting:
         with self._lock:
             self.over = True
             for group in self._groups.values():
-                group.barrier.abort()
+                group.end()
 
 
 class ThreadCollectives:
@@ -134,13 +170,11 @@ class ThreadCollectives:
         self._calls[ranks] = call + 1
         places = group.places[call % 2]
         places[ranks.index(self.rank)] = (what, item)
-        try:
-            self.meeting.wait(group, self.rank, self.timeout)
-        except threading.BrokenBarrierError:
+        if not self.meeting.wait(group, self.rank, self.timeout):
             raise CollectiveError(
                 f"rank {self.rank}: {what} among ranks {ranks}: a peer has ended or did not answer "
                 f"within {self.timeout:.0f} s"
-            ) from None
+            )
         found = list(places)
         calls = [kind for kind, _ in found]
         if any(kind != what for kind in calls):
