@@ -7,7 +7,7 @@ quotes is not a number), and is then frozen. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence as Seq
 from functools import lru_cache
 from pathlib import PurePath
 from types import NoneType
@@ -137,19 +137,34 @@ class EngineConfig(Section):
         return tuple(value) if slot.many else (value,)
 
 
-@lru_cache(maxsize=8)
 def config_class(plugins: PluginSet) -> type[EngineConfig]:
-    """Return the configuration model of these plugins, cached because it is slow to build."""
+    """Return the configuration model of these plugins."""
+    return _config_class(
+        tuple(
+            tuple(found.component.options for found in plugins.components(slot.name))
+            for slot in SLOTS
+            if slot.section
+        )
+    )
+
+
+@lru_cache(maxsize=8)
+def _config_class(options: tuple[tuple[type[Options], ...], ...]) -> type[EngineConfig]:
+    """Return the configuration model with these classes of options.
+
+    It is kept because it takes 20 ms to build, half the time of a plan.
+
+    Args:
+        options: the classes of each slot that has a section, in the order of ``SLOTS``.
+    """
     fields: dict[str, Any] = {}
-    for slot in SLOTS:
-        if slot.section:
-            members = [found.component.options for found in plugins.components(slot.name)]
-            fields[slot.section] = _many(members) if slot.many else _one(slot, members)
+    for slot, members in zip((slot for slot in SLOTS if slot.section), options):
+        fields[slot.section] = _many(members) if slot.many else _one(slot, members)
     made: type[EngineConfig] = create_model("EngineConfig", __base__=EngineConfig, **fields)
     return made
 
 
-def _one(slot: Slot, members: list[type[Options]]) -> tuple[Any, Any]:
+def _one(slot: Slot, members: Seq[type[Options]]) -> tuple[Any, Any]:
     """Return (annotation, field) of the model field for a slot that holds one component."""
     auto = auto_options(slot)
     if not members:
@@ -158,7 +173,7 @@ def _one(slot: Slot, members: list[type[Options]]) -> tuple[Any, Any]:
     return (Annotated[union, Field(discriminator="use")], Field(default_factory=auto))
 
 
-def _many(members: list[type[Options]]) -> tuple[Any, Any]:
+def _many(members: Seq[type[Options]]) -> tuple[Any, Any]:
     """Return (annotation, default) of the model field for a slot that holds several components."""
     if len(members) == 1:
         return (tuple[members[0], ...], ())  # type: ignore[valid-type]

@@ -336,16 +336,30 @@ def entry_point_sources() -> list[PluginSource]:
     return list(sources.values())
 
 
-def found_entry_points() -> Iterator[PluginSource]:
-    """Yield the entry points of the group ``glowplug``, also those that share a name, by name."""
-    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        dist = point.dist
-        yield PluginSource(
+def found_entry_points() -> tuple[PluginSource, ...]:
+    """Return the entry points of the group ``glowplug``, also those that share a name, by name."""
+    return _entry_points(_path())
+
+
+@lru_cache(maxsize=4)
+def _entry_points(path: tuple[tuple[str, int], ...]) -> tuple[PluginSource, ...]:
+    """Return the entry points of the group ``glowplug``, by name.
+
+    The result is kept: to read those of all distributions takes 10 ms in a full environment.
+
+    Args:
+        path: see ``_path``.
+    """
+    points = importlib.metadata.entry_points(group=GROUP)
+    return tuple(
+        PluginSource(
             point.name,
             point.value,
-            dist.name if dist else "unknown distribution",
-            dist.version if dist else "",
+            point.dist.name if point.dist else "unknown distribution",
+            point.dist.version if point.dist else "",
         )
+        for point in sorted(points, key=lambda point: point.name)
+    )
 
 
 def distribution_of(module: str) -> tuple[str, str]:
@@ -353,10 +367,15 @@ def distribution_of(module: str) -> tuple[str, str]:
     top = module.partition(":")[0].partition(".")[0]
     if top == "glowplug":
         return BUILT_IN, ""
-    owners = _owners(tuple((entry, _changed(entry)) for entry in sys.path)).get(top)
+    owners = _owners(_path()).get(top)
     if not owners:
         return f"module {module}", ""
     return owners[0], importlib.metadata.version(owners[0])
+
+
+def _path() -> tuple[tuple[str, int], ...]:
+    """Return the entries of ``sys.path`` with the times of their last changes."""
+    return tuple((os.path.abspath(entry), _changed(entry)) for entry in sys.path)
 
 
 def _changed(entry: str) -> int:
@@ -378,7 +397,6 @@ def _owners(path: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
     the result is kept.
 
     Args:
-        path: the entries of ``sys.path`` with the times of their last changes; the result is cached
-            by this key.
+        path: see ``_path``; the result is cached by this key.
     """
     return importlib.metadata.packages_distributions()
