@@ -8,11 +8,13 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from glowplug.core.startup.garbage import settle_memory
+from tests.support import quick_interpreter
 from tests.support.fault_table import injecting
 from tests.support.source_tree import ROOT
 from tests.support.tables import forget
@@ -31,6 +33,11 @@ elif (
 # the tables that this machine's user has measured do not count in tests
 os.environ.pop("GLOWPLUG_CONFIG_DIR", None)
 os.environ["XDG_DATA_HOME"] = "/nonexistent"
+
+
+def pytest_configure() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        quick_interpreter.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
