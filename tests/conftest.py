@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from glowplug.core.startup.garbage import settle_memory
-from tests.support import quick_interpreter
+from tests.support import forked_ranks, quick_interpreter
 from tests.support.fault_table import injecting
 from tests.support.source_tree import ROOT
 from tests.support.tables import forget
@@ -39,6 +39,8 @@ os.environ["XDG_DATA_HOME"] = "/nonexistent"
 def pytest_configure() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
         quick_interpreter.install()
+    if not DRIVER.exists():
+        forked_ranks.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

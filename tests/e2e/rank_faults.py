@@ -26,6 +26,7 @@ import psutil
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import EngineDead
+from tests.support.forked_ranks import rank_processes
 from tests.support.tiny import write_config
 from tests.support.waiting import until
 
@@ -141,7 +142,7 @@ def run(case: Case, folder: Path, watchdog: float = WATCHDOG) -> Outcome:
         **moment.options,
     }
     config: dict[str, Any] = {"weights": {"use": "random"}, moment.component: faulty}
-    children, meeting = {child.pid for child in _ranks()}, tempfile.tempdir
+    children, meeting = rank_processes(), tempfile.tempdir
     tempfile.tempdir = str(folder)
     try:
         said = _fail(folder, config, watchdog)
@@ -184,7 +185,7 @@ def _fail(folder: Path, config: dict[str, Any], watchdog: float) -> str:
     return "nothing: the engine went on"
 
 
-def _left(children: set[int], noted: dict[str, Any]) -> list[str]:
+def _left(children: set[psutil.Process], noted: dict[str, Any]) -> list[str]:
     """Return processes, ports and shared memory of the ranks that are still there."""
     try:
         until(lambda: not [*_there(children, noted)], "nothing is left", limit=20.0)
@@ -193,23 +194,12 @@ def _left(children: set[int], noted: dict[str, Any]) -> list[str]:
     return []
 
 
-def _there(children: set[int], noted: dict[str, Any]) -> Iterator[str]:
-    yield from (f"process {child.pid}" for child in _ranks() if child.pid not in children)
+def _there(children: set[psutil.Process], noted: dict[str, Any]) -> Iterator[str]:
+    yield from (f"process {child.pid}" for child in rank_processes() - children)
     yield from (
         f"shared memory {name}" for name in noted["shared"] if Path("/dev/shm", name).exists()
     )
     yield from _taken(noted["ports"])
-
-
-def _ranks() -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if "resource_tracker" not in " ".join(child.cmdline()):
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def _taken(ports: list[int]) -> list[str]:

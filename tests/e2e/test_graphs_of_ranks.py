@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from glowplug import LLM
 from glowplug.core.errors import CaptureError, EngineDead
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
+from tests.support.forked_ranks import rank_processes
 from tests.support.layouts import layout
 from tests.support.slow_cases import some_slow
 from tests.support.tiny import write_config
@@ -161,11 +161,10 @@ def test_a_capture_that_fails_on_one_rank_ends_the_start_on_all(
     rank: int, breaks: str, graphs: dict[str, Any], step: str, tmp_path: Path
 ) -> None:
     """The ranks are processes. Alone, one rank would run prefill steps of this size eagerly."""
-    before = set(psutil.Process().children(recursive=True))
+    before = rank_processes()
     config = config_of(write_config(tmp_path, "v3"), LAYOUTS["tp 2"], 0)
     config["graphs"] |= {**graphs, "breaks": breaks, "breaks_rank": rank}
     plugins = ["tests.plugins.replaying"]
     with pytest.raises(EngineDead, match=rf"^rank {rank} failed in phase capture: .*{step}"):
         LLM(**config, plugins=plugins, executor={"use": "multiprocess", "oversubscribe": True})
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert not [child for child in left if "resource_tracker" not in " ".join(child.cmdline())]
+    assert rank_processes() <= before
