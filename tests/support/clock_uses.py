@@ -78,15 +78,29 @@ class Readings:
         return any(self.holds(part, names) for part in ast.iter_child_nodes(node))
 
 
+@cache
+def imports_in(tree: ast.Module) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Return all imports of a module, also those in functions."""
+    found: list[ast.Import | ast.ImportFrom] = []
+    blocks: list[ast.AST] = [tree]
+    for block in blocks:  # of statements alone: no expression holds an import
+        for node in ast.iter_child_nodes(block):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                found.append(node)
+            elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+                blocks.append(node)
+    return tuple(found)
+
+
 def readings(tree: ast.Module) -> Readings:
     """Return the names that a module's imports of the module ``time`` define."""
     found = Readings()
-    for node in ast.walk(tree):
+    for node in imports_in(tree):
         if isinstance(node, ast.Import):
             found.modules |= {
                 alias.asname or alias.name for alias in node.names if alias.name == "time"
             }
-        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+        elif node.module == "time":
             found.clocks |= {
                 alias.asname or alias.name for alias in node.names if alias.name in CLOCKS
             }
@@ -142,9 +156,14 @@ def assignments(function: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 @cache
+def calls_in(function: ast.AST) -> tuple[ast.Call, ...]:
+    return tuple(node for node in ast.walk(function) if isinstance(node, ast.Call))
+
+
+@cache
 def calls(function: ast.AST) -> frozenset[str]:
     """Return the dotted names that a function calls."""
-    return frozenset(dotted(node.func) for node in ast.walk(function) if isinstance(node, ast.Call))
+    return frozenset(dotted(node.func) for node in calls_in(function))
 
 
 def held(function: ast.AST, known: Readings) -> set[str]:
@@ -184,7 +203,7 @@ def modules_of(trees: Mapping[str, ast.Module]) -> dict[str, Readings]:
     imports = {
         name: [
             (node.module or "", alias)
-            for node in ast.walk(tree)
+            for node in imports_in(tree)
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         ]
@@ -251,9 +270,7 @@ def short_waits(tree: ast.Module) -> Iterator[int]:
     for function, _ in functions(tree):
         if marked(tree, function):
             continue
-        for node in ast.walk(function):
-            if not isinstance(node, ast.Call):
-                continue
+        for node in calls_in(function):
             name = dotted(node.func)
             if name not in WAITS and not (
                 isinstance(node.func, ast.Attribute) and node.func.attr in WAITS

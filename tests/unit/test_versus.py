@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from glowplug.entrypoints.bench.others import turns
+from glowplug.entrypoints.bench.others import own_load, turns
 from glowplug.entrypoints.bench.others.peer_engines import (
     ENGINES,
     ComparedDrafts,
@@ -120,6 +120,7 @@ def peers(
     for name in ("go", "end"):
         monkeypatch.setattr(MeasuredProgram, name, noted(name))
     monkeypatch.setattr(turns, "SETTLING_SECONDS", 0.1)
+    monkeypatch.setattr(own_load, "WARM_PROMPTS", 4)
     (site / "vllm").mkdir(parents=True)
     waits = getattr(request, "param", False)
     (site / "vllm" / "__init__.py").write_text(VLLM.format(trace=str(trace), waits=waits))

@@ -157,6 +157,7 @@ def test_two_ranks_beside_a_peer_one_gpu_and_the_floor(
     words += ["--peer", f"vllm={vllm}", "--output-dir", str(out)]
     on_cpu = "--device cpu --set weights.use=random --set executor.oversubscribe=true"
     words += ["--options", f"glowplug={on_cpu}", "--options", "glowplug.static=--bandwidth 0.01"]
+    words += ["--options", "glowplug.collectives=--collective-bytes 64 4096 --exchange-tokens 8"]
     status = main(words)
     said = capsys.readouterr()
     assert status == 0, said.err
