@@ -18,7 +18,7 @@ from glowplug.core.step.messages import Abort, Submit, packed_ids
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 from tests.support.combinations import SEED, VOCAB, Combination, drive, plugins, reference
-from tests.support.slow_cases import some_slow
+from tests.support.slow_cases import some_slow, some_slow_rows
 
 WEIGHTS = {"use": "agreeing", "seed": SEED}
 ALONE = Combination(steps=2)
@@ -136,11 +136,17 @@ def gains_as_alone(one: Combination, folder: Path, alone: list[list[int]]) -> No
     assert (sum(found.cached_tokens for found in hits if found) > 0) == one.radix
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+HITS = [
+    (layout, steps)
+    for layout in (Combination(), Combination(tp=2), Combination(tp=4, ep=2, dp=2))
+    for steps in (1, 3)
+]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [Combination(), Combination(tp=2), Combination(tp=4, ep=2, dp=2)],
-    ids=lambda one: one.name,
+    ("layout", "steps"),
+    some_slow_rows(HITS, [HITS[0], HITS[3], HITS[5]]),  # each layout runs with one of the steps
+    ids=lambda part: part.name if isinstance(part, Combination) else str(part),
 )
 def test_prefix_hits_are_those_without_drafts(
     folder: Path, layout: Combination, steps: int
@@ -171,14 +177,17 @@ def test_prefix_hits_are_those_without_drafts(
     assert sum(without) > 100 and hits(replace(layout, steps=steps)) == without
 
 
+PAGES = [
+    Combination(tp=2, steps=1),
+    Combination(tp=4, ep=4, dp=2, steps=2, overlap=False),
+    Combination(tp=4, dp=4, steps=3, chunked=True),
+    Combination(steps=2),
+]
+
+
 @pytest.mark.parametrize(
     "one",
-    [
-        Combination(tp=2, steps=1),
-        Combination(tp=4, ep=4, dp=2, steps=2, overlap=False),
-        Combination(tp=4, dp=4, steps=3, chunked=True),
-        Combination(steps=2),
-    ],
+    some_slow(PAGES, PAGES[::2]),  # groups and chunks free theirs in test_combinations.py, too
     ids=lambda one: one.name,
 )
 def test_every_page_comes_back(

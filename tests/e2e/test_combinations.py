@@ -60,30 +60,37 @@ def test_same_tokens_over_gloo(known: Reference, one: Combination) -> None:
     run(one, known, collectives={"use": "gloo", "timeout": 60.0})
 
 
+COPIES = [
+    Combination(tp=2, ep=2, steps=2, chunked=True, copies=2),
+    Combination(tp=4, ep=4, dp=2, steps=1, exchange="all_to_all_static", copies=4),
+    Combination(tp=4, ep=2, dp=4, chunked=True, copies=8),
+    Combination(tp=4, ep=4, dp=4, steps=3, exchange="all_to_all", copies=24),
+]
+
+
 @pytest.mark.parametrize(
     "one",
-    [
-        Combination(tp=2, ep=2, steps=2, chunked=True, copies=2),
-        Combination(tp=4, ep=4, dp=2, steps=1, exchange="all_to_all_static", copies=4),
-        Combination(tp=4, ep=2, dp=4, chunked=True, copies=8),
-        Combination(tp=4, ep=4, dp=4, steps=3, exchange="all_to_all", copies=24),
-    ],
+    some_slow(COPIES, COPIES[::3]),  # tests/models/test_expert_placement.py has these exchanges
     ids=lambda one: one.name,
 )
 def test_same_tokens_with_copies_of_experts(known: Reference, one: Combination) -> None:
     run(one, known)
 
 
+TREES = [
+    Combination(steps=3, topk=4),
+    Combination(steps=2, topk=3, radix=False, chunked=True),
+    Combination(tp=2, steps=3, topk=2, chunked=True),
+    Combination(tp=2, dp=2, steps=2, topk=4),
+    Combination(tp=4, ep=2, dp=2, steps=3, topk=3),
+    Combination(tp=4, ep=4, dp=4, steps=2, topk=2, overlap=False),
+]
+
+
 @pytest.mark.parametrize(
     "one",
-    [
-        Combination(steps=3, topk=4),
-        Combination(steps=2, topk=3, radix=False, chunked=True),
-        Combination(tp=2, steps=3, topk=2, chunked=True),
-        Combination(tp=2, dp=2, steps=2, topk=4),
-        Combination(tp=4, ep=2, dp=2, steps=3, topk=3),
-        Combination(tp=4, ep=4, dp=4, steps=2, topk=2, overlap=False),
-    ],
+    # without a cache, and in chunks on one rank: tests/e2e/test_standalone.py, test_nextn_trees.py
+    some_slow(TREES, [TREES[1], TREES[4]]),
     ids=lambda one: one.name,
 )
 def test_same_tokens_with_trees_of_drafts(known: Reference, one: Combination) -> None:

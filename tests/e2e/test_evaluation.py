@@ -417,24 +417,24 @@ def test_two_servers_are_compared_on_the_same_questions(
 def test_two_configurations_and_an_earlier_result_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["tasks", "--model", "embedded", "--device", "cpu", "--num-questions", "40"]
+    words = ["tasks", "--model", "embedded", "--device", "cpu", "--num-questions", "20"]
     changed = ["--set", "quantization.use=block_fp8"]
     code, found = run(
         tmp_path, *words, *changed, "--compare-set", "quantization.activations=dynamic"
     )
-    assert code == 0 and found["comparison"]["compared"] == 40
+    assert code == 0 and found["comparison"]["compared"] == 20
     assert found["first"]["engine"] != found["second"]["engine"], "two plans"
     earlier = tmp_path / "earlier.json"
     (tmp_path / "result.json").rename(earlier)
     code, again = run(tmp_path, *words, *changed, "--compare", str(earlier))
     assert code == 0 and again["comparison"]["p_value"] == 1.0
-    assert again["comparison"]["same_text"] == 40, "greedy answers of the same engine"
+    assert again["comparison"]["same_text"] == 20, "greedy answers of the same engine"
     config = tmp_path / "other.toml"
     config.write_text('model = "embedded"\ndevice = "cpu"\nseed = 3\n')
     code, third = run(tmp_path, *words, "--compare", str(config))
-    assert code == 0 and third["second"]["answered"] == 40
+    assert code == 0 and third["second"]["answered"] == 20
     capsys.readouterr()
-    assert main(["eval", *words[:-1], "30", "--compare", str(earlier)]) == 2
+    assert main(["eval", *words[:-1], "15", "--compare", str(earlier)]) == 2
     assert "has answers to other questions" in capsys.readouterr().err
     assert main(["eval", *words, "--compare", str(tmp_path / "none")]) == 2
     assert "neither a URL nor a file" in capsys.readouterr().err
@@ -448,13 +448,13 @@ def test_a_server_and_an_engine_here_answer_alike(tmp_path: Path) -> None:
     write_gsm8k(data, 20)
     with LocalServer(config, threads=1) as server:
         compare = ["--compare", server.base_url, "--parallel", "8"]
-        code, found = run(tmp_path, "tasks", *engine, *compare, "--num-questions", "80")
+        code, found = run(tmp_path, "tasks", *engine, *compare, "--num-questions", "40")
         shots = ["--num-shots", "1", "--max-new-tokens", "16"]
         other, sums = run(tmp_path, "gsm8k", "--data-path", str(data), *shots, *engine, *compare)
     assert code == other == 0
     assert found["first"]["groups"]["think form"]["correct"] > 0
     assert found["comparison"]["p_value"] == 1.0
-    assert found["comparison"]["same_text"] >= 78, "batches differ, so ties may too"
+    assert found["comparison"]["same_text"] >= 39, "batches differ, so ties may too"
     assert sums["second"]["answered"] == 20 and sums["comparison"]["same_text"] >= 18
 
 

@@ -19,7 +19,7 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from tests.support.forked_ranks import rank_processes
 from tests.support.layouts import layout
-from tests.support.slow_cases import some_slow
+from tests.support.slow_cases import some_slow, some_slow_rows
 from tests.support.tiny import write_config
 
 LAYOUTS = {
@@ -32,6 +32,7 @@ LAYOUTS = {
     "tp 8, ep 8, dp 2": layout(8, 8, 2),
 }
 SLOW = ("tp 2, dp 2", "tp 8, ep 8, dp 2")  #: 3 to 6 s a test of the latter
+DRAFTS = [(0, 1), (1, 1), (3, 1), (2, 3)]  #: (steps, branches); 1 runs in one layout, as 3 does
 EXPERTS_PER_TOKEN = 3  #: of the tiny model
 PROMPTS = {1: [5, 6, 7], 2: [9], 3: [4, 8, 15, 16, 23, 42, 7], 4: [11, 12], 5: [3, 1, 4, 1, 5]}
 
@@ -95,8 +96,18 @@ def alone(folder: Path, plugins: PluginSet) -> Alone:
     return cache(lambda nextn, topk: tokens_of(config_of(folder, [], nextn, topk=topk), plugins)[0])
 
 
-@pytest.mark.parametrize(("nextn", "topk"), [(0, 1), (1, 1), (3, 1), (2, 3)])
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, SLOW))
+@pytest.mark.parametrize(
+    ("layout", "nextn", "topk"),
+    some_slow_rows(
+        [(layout, *drafts) for layout in LAYOUTS for drafts in DRAFTS],
+        [
+            (layout, *drafts)
+            for layout in LAYOUTS
+            for drafts in DRAFTS
+            if layout in SLOW or (drafts == (1, 1) and layout != "tp 2, ep 2, dp 2")
+        ],
+    ),
+)
 def test_ranks_replay_the_steps_of_one(
     layout: str, nextn: int, topk: int, folder: Path, alone: Alone, plugins: PluginSet
 ) -> None:

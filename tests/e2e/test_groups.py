@@ -20,6 +20,7 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.messages import Abort, Control, Inbound, Reply, Stats, StepOutput, Submit
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
+from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import VOCAB, write_config
 
 MESHES = [(2, 2), (4, 2), (4, 4)]
@@ -123,13 +124,18 @@ def test_tokens_are_those_of_one_rank(
         assert all(ranks.stats[group].finished for group in range(dp)), "a group had nothing to do"
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize(("tp", "dp"), MESHES)
+@pytest.mark.parametrize(
+    ("tp", "dp", "policy"),
+    some_slow_rows(
+        [(*mesh, policy) for mesh in MESHES for policy in ("fcfs", "priority")],
+        [(2, 2, "fcfs"), (4, 2, "priority"), (4, 4, "fcfs")],
+    ),
+)
 def test_a_group_whose_pool_is_too_small_preempts_alone(
     tmp_path: Path, plugins: PluginSet, tp: int, dp: int, policy: str
 ) -> None:
     """Groups with an even number get three long answers each, the others short ones."""
-    asked = [submit(id, prompt(id, 8), 6 if id % 2 else 60) for id in range(3 * dp)]
+    asked = [submit(id, prompt(id, 8), 6 if id % 2 else 44) for id in range(3 * dp)]
     for one in asked:
         one.priority = one.id % 3
     plain = tokens(run_ranks(config(tmp_path / "one"), asked, plugins))

@@ -4,7 +4,8 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -162,26 +163,35 @@ LAYOUTS: dict[str, tuple[Combination, dict[str, Any]]] = {
 }
 
 
+Gains = list[tuple[list[int], list[int]]]  #: tokens of each request, and their number in each step
+
+
+def rank_gains(folder: Path, shape: str, one: Combination, **sections: Any) -> Gains:
+    plugins = load_plugins([THREADS, "tests.plugins.replaying"], entry_points=False)
+    config = one.config(folder, memory={"kv_tokens": 2048}, weights={"use": "random"})
+    config |= {"speculative": SHAPES[shape], "context_length": 160, **sections}
+    asked = [submit(i, ids, 8 + 2 * i) for i, ids in enumerate(prompts())]
+    with RankSet(rank_plan(config, plugins), plugins) as ranks:
+        ranks.run(asked)
+        ranks.check_idle()
+        return [(ranks.collected[i].tokens, ranks.collected[i].counts) for i in range(len(asked))]
+
+
+@pytest.fixture(scope="module")
+def gains_of_one(folder: Path) -> Callable[[str], Gains]:
+    """Return a function from the drafts' shape to the gains of one rank."""
+    return cache(lambda shape: rank_gains(folder, shape, Combination()))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_gain_what_one_rank_gains(folder: Path, name: str, shape: str) -> None:
+def test_ranks_gain_what_one_rank_gains(
+    folder: Path, gains_of_one: Callable[[str], Gains], name: str, shape: str
+) -> None:
     layout, more = LAYOUTS[name]
     if layout.dp and "llama" in folder.name:
         pytest.skip("groups of ranks are for latent attention")
-    plugins = load_plugins([THREADS, "tests.plugins.replaying"], entry_points=False)
-
-    def gains(one: Combination, **sections: Any) -> list[tuple[list[int], list[int]]]:
-        config = one.config(folder, memory={"kv_tokens": 2048}, weights={"use": "random"})
-        config |= {"speculative": SHAPES[shape], "context_length": 160, **sections}
-        asked = [submit(i, ids, 10 + 3 * i) for i, ids in enumerate(prompts())]
-        with RankSet(rank_plan(config, plugins), plugins) as ranks:
-            ranks.run(asked)
-            ranks.check_idle()
-            return [
-                (ranks.collected[i].tokens, ranks.collected[i].counts) for i in range(len(asked))
-            ]
-
-    assert gains(layout, **more) == gains(Combination())
+    assert rank_gains(folder, shape, layout, **more) == gains_of_one(shape)
 
 
 COPIES = [task for task in held_out_tasks(400) if task.kind == "copy"][:16]

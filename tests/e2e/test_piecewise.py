@@ -104,11 +104,11 @@ def results(llm: LLM) -> list[Any]:
     beside decoding rows; then of all again, after cached prefixes.
     """
     greedy = [
-        SamplingParams(temperature=0.0, max_tokens=3 + i % 4, ignore_eos=True)
+        SamplingParams(temperature=0.0, max_tokens=2 + i % 3, ignore_eos=True)
         for i in range(len(LENGTHS))
     ]
     found = []
-    for seed in (0, 0, 1):
+    for seed in (0, 0):
         lines = prompts(seed)
         alone = [
             llm.generate([line], params)[0] for line, params in zip(lines, greedy, strict=True)

@@ -19,7 +19,7 @@ from glowplug.entrypoints.front.llm import Completion
 from tests.e2e.cuts import CUTS
 from tests.models.test_parity_deepseek import V3
 from tests.plugins import accepting, replaying_runtime
-from tests.support.combinations import Combination, plugins, reference, run
+from tests.support.combinations import Combination, Reference as OneRank, plugins, reference, run
 from tests.support.draft_requests import (
     GREEDY,
     MANY_ROWS,
@@ -31,6 +31,7 @@ from tests.support.draft_requests import (
     limits_are_exact,
     prompts,
     same,
+    some_prompts,
 )
 from tests.support.layouts import layout
 from tests.support.parity import COMMON, Reference, write
@@ -201,6 +202,11 @@ def test_preempted_requests_keep_their_tokens(
         all_pages_are_back(llm)
 
 
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
+    return reference(tmp_path_factory.mktemp("reference") / "target")
+
+
 CELLS = [
     (topk, one)
     for one in (
@@ -221,9 +227,10 @@ CELLS = [
     ),
     ids=lambda part: part.name if isinstance(part, Combination) else f"topk {part}",
 )
-def test_ranks_yield_the_tokens_of_one_rank(tmp_path: Path, one: Combination, topk: int) -> None:
+def test_ranks_yield_the_tokens_of_one_rank(
+    known: OneRank, tmp_path: Path, one: Combination, topk: int
+) -> None:
     """Requests share prefixes, are preempted, chunked and aborted on ranks that split the draft."""
-    known = reference(tmp_path / "target")
     draft = write_config(tmp_path / "draft", "llama", vocab_size=158)
     speculative = {"use": "standalone", "adaptive": False, "steps": 2, "topk": topk}
     run(one, known, speculative={**speculative, "draft_model": str(draft)})
@@ -248,7 +255,7 @@ def test_verified_tokens_follow_the_targets_distribution(
 ) -> None:
     with (
         engine(near.target, near.draft, speculative=knobs, scheduler=MANY_ROWS) as llm,
-        engine(near.target, None) as plain,
+        engine(near.target, None, scheduler=MANY_ROWS) as plain,
     ):
         follows_distribution(llm, plain)
 
@@ -307,7 +314,7 @@ def test_a_request_gains_the_same_in_any_company(near: Model, shape: dict[str, i
     """Accept lengths are equal alone and batched, eager and replayed, with and without a cached
     prefix, in chunks, and with overlapped steps or without.
     """
-    some = prompts()[::2]
+    some = some_prompts()
     accepting.take()
     drafts: dict[str, Any] = {"speculative": shape}
     alone_in = {"cache": {"use": "none"}, "scheduler": {"overlap": False}}

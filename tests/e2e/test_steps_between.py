@@ -132,11 +132,14 @@ DRAFTS = [
 
 @pytest.mark.parametrize("drafts", DRAFTS, ids=lambda one: "-".join(map(str, one.values())))
 def test_each_size_of_the_drafts_runs_beside_prompts(
-    drafts: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, drafts: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A verify step beside a prompt needs variants of kernels that no other step compiles."""
+    sizes = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     with LLM(
-        "embedded",
+        str(write_config(tmp_path, "v3", **sizes)),
+        weights={"use": "random"},
+        skip_tokenizer=True,
         device="cpu",
         speculative=drafts,
         context_length=128,
@@ -156,14 +159,14 @@ def test_each_size_of_the_drafts_runs_beside_prompts(
             patch.setattr(Runner, "launch", watch)
             steps_between(runner, llm.plan)
         assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == before
-        sizes = llm.plan.sizes
+        planned = llm.plan.sizes
     beside = {
-        (batch.draft_shape or sizes.draft_shape, batch.num_decodes)
+        (batch.draft_shape or planned.draft_shape, batch.num_decodes)
         for batch in tried
         if batch.num_decodes and len(batch.rows) > batch.num_decodes
     }
-    assert rows_beside(sizes) == [*range(1, 25), 32]
-    wanted = {(shape, rows) for shape in sizes.step_shapes for rows in rows_beside(sizes)}
+    assert rows_beside(planned) == [*range(1, 25), 32]
+    wanted = {(shape, rows) for shape in planned.step_shapes for rows in rows_beside(planned)}
     assert wanted <= beside
-    assert all(batch.num_tokens <= sizes.max_step_tokens for batch in tried)
-    assert max(int(batch.kv_lens.max()) for batch in tried) <= sizes.context_length
+    assert all(batch.num_tokens <= planned.max_step_tokens for batch in tried)
+    assert max(int(batch.kv_lens.max()) for batch in tried) <= planned.context_length

@@ -16,6 +16,7 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
 from glowplug.core.plugin.draft_shape import DraftShape, shorter_shapes
 from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.core.step.messages import Submit
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.entrypoints.front.llm import Completion
 from tests.plugins import switching
@@ -26,7 +27,7 @@ from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import write_config
 
 PLUGINS = ["tests.plugins.switching", "tests.plugins.replaying"]
-GRAPHS = {"use": "replaying", "batch_sizes": [1, 2, 4, 8]}
+GRAPHS = {"use": "replaying", "batch_sizes": [2, 8]}  #: below, at and between them are padded
 VARIANTS: dict[str, dict[str, Any]] = {
     "batched": {},
     "no_overlap": {"scheduler": {"overlap": False}},
@@ -150,6 +151,13 @@ def long_answers(folder: Path) -> list[Completion]:
         return llm.generate(prompts(), LONG)
 
 
+#: by overlap: drafts whose pages are taken and freed as those of others, which run
+ALIKE = {
+    False: {"one", "tree", "ngram", "standalone", "standalone_tree"},
+    True: {"one", "standalone", "eagle"},
+}
+
+
 @pytest.mark.parametrize(
     ("overlap", "drafts"),
     [
@@ -157,7 +165,7 @@ def long_answers(folder: Path) -> list[Completion]:
             overlap,
             drafts,
             id=f"{'overlap' if overlap else 'in_turn'}-{drafts}",
-            marks=() if overlap or drafts in ("chain", "ngram_tree") else pytest.mark.slow,
+            marks=pytest.mark.slow if drafts in ALIKE[overlap] else (),
         )
         for drafts in DRAFTS
         for overlap in (False, True)
@@ -181,13 +189,15 @@ def test_preempted_requests_keep_their_tokens(
 
 
 RUNS = ((False, False), (True, False), (False, True))  #: (overlap, graphs)
+PAUSES = [(use, *run) for use in ("nextn", "standalone") for run in RUNS]
 
 
 @pytest.mark.parametrize(
     ("use", "overlap", "graphs"),
     some_slow_rows(
-        [(use, *run) for use in ("nextn", "standalone") for run in RUNS],
-        [("nextn", True, False), ("standalone", False, False)],
+        PAUSES,
+        # 7 to 20 s each; steps of both kinds are replayed alike
+        [row for row in PAUSES if row not in (("nextn", False, True), ("standalone", True, False))],
     ),
 )
 def test_a_pause_without_drafts_costs_no_acceptance(
@@ -198,7 +208,7 @@ def test_a_pause_without_drafts_costs_no_acceptance(
     Where two runs begin a step with the same drafts at the same token of a sequence, it gains the
     same; in one of the runs, no step before has been without drafts.
     """
-    more: dict[str, Any] = {"graphs": GRAPHS} if graphs else {}
+    more: dict[str, Any] = {"graphs": {**GRAPHS, "batch_sizes": [1]}} if graphs else {}
     gains: list[dict[tuple[int, int], int]] = []
     for pattern in ((2,), (2, 0, 0), (0, 0, 0, 0, 0, 2, 2)):
         scheduler = {"overlap": overlap, "pattern": pattern, "max_running_requests": 1}
@@ -238,6 +248,11 @@ LAYOUTS = {
     "tp 4, ep 2, dp 2": layout(4, 2, 2),
 }
 REQUESTS = {1: [5, 6, 7], 2: [9], 3: [4, 8, 5, 6, 3, 2, 7], 4: [1, 2], 5: [3, 1, 4, 1, 5]}
+RANK_SCHEDULER = {"max_running_requests": 6, "chunk_size": 16}
+
+
+def messages() -> list[Submit]:
+    return [submit(id, prompt, 16) for id, prompt in REQUESTS.items()]
 
 
 @pytest.fixture(scope="module")
@@ -245,22 +260,34 @@ def plugins() -> PluginSet:
     return load_plugins([THREADS, *PLUGINS], entry_points=False)
 
 
-@pytest.mark.parametrize(("overlap", "graphs"), RUNS, ids=["in_turn", "overlap", "graphs"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.fixture(scope="module")
+def one_rank(folder: Path, plugins: PluginSet) -> dict[int, list[int]]:
+    """The tokens of one rank without drafts."""
+    plan = rank_plan(config_of(folder, {}, scheduler=RANK_SCHEDULER), plugins)
+    with RankSet(plan, plugins) as alone:
+        return {id: list(one.tokens) for id, one in alone.run(messages()).items()}
+
+
+WAYS = dict(zip(("in_turn", "overlap", "graphs"), RUNS))
+#: each layout replays; the other two ways are those of ranks, with groups or without
+SLOW_WAYS = [("tp 2", "in_turn"), ("tp 2, dp 2", "overlap"), ("tp 4, ep 2, dp 2", "in_turn")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "way"), some_slow_rows([(one, way) for one in LAYOUTS for way in WAYS], SLOW_WAYS)
+)
 def test_ranks_switch_together(
-    folder: Path, plugins: PluginSet, layout: str, overlap: bool, graphs: bool
+    folder: Path, plugins: PluginSet, one_rank: dict[int, list[int]], layout: str, way: str
 ) -> None:
     """Groups with different requests choose different sizes, and all run the largest one."""
+    overlap, graphs = WAYS[way]
     more: dict[str, Any] = {"graphs": GRAPHS} if graphs else {}
-    scheduler = {"overlap": overlap, "max_running_requests": 6, "chunk_size": 16}
-    messages = [submit(id, prompt, 24) for id, prompt in REQUESTS.items()]
-    with RankSet(rank_plan(config_of(folder, {}, scheduler=scheduler), plugins), plugins) as alone:
-        wanted = {id: list(one.tokens) for id, one in alone.run(messages).items()}
+    scheduler = {**RANK_SCHEDULER, "overlap": overlap}
     config = config_of(folder, {"steps": 3}, parallel=LAYOUTS[layout], scheduler=scheduler, **more)
     switching.take()
     with RankSet(rank_plan(config, plugins), plugins) as ranks:
-        found = {id: list(one.tokens) for id, one in ranks.run(messages).items()}
+        found = {id: list(one.tokens) for id, one in ranks.run(messages()).items()}
         ranks.check_idle()
-    assert found == wanted
+    assert found == one_rank
     widths = {width for record in switching.take() for width, _ in record}
     assert widths >= {1, 2, 4} if "dp" not in layout else widths >= {2, 4}

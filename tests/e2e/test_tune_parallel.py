@@ -47,10 +47,11 @@ def test_an_engine_takes_the_layout_that_was_measured_faster(
     for row in table["output tokens/s"].values():  # as if groups had been much faster
         row["2"] = 2 * row["1"]
     path.write_text(json.dumps(table))
+    assert make_plan(CONFIG | {"parallel": [TP]}).sizes.groups == 1
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     answers = []
-    for parallel, groups in (([TP, AUTO], 2), ([TP], 1)):
+    for parallel, groups in (([TP, AUTO], 2), ([], 1)):
         with LLM(**CONFIG, parallel=parallel) as llm:
             assert llm.plan.sizes.groups == groups
             done = llm.generate(prompts, params, use_tqdm=False)

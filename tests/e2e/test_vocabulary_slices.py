@@ -18,6 +18,7 @@ from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, sub
 from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
 from glowplug.plugins.speculative.none_runtime import NoSpeculation
 from tests.support.layouts import Layout, layout
+from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import write_config
 
 VOCAB = 158  #: the last of four slices is shorter than the others
@@ -119,11 +120,19 @@ def answers(
 
 @pytest.mark.parametrize(
     ("layout", "drafts", "graphs"),
-    [
-        *((layout, "chain", "replaying") for layout in LAYOUTS),
-        *(("tp 4", drafts, "replaying") for drafts in DRAFTS if drafts != "chain"),
-        *(("tp 4", drafts, "eager") for drafts in DRAFTS),
-    ],
+    some_slow_rows(
+        [
+            *((layout, "chain", "replaying") for layout in LAYOUTS),
+            *(("tp 4", drafts, "replaying") for drafts in DRAFTS if drafts != "chain"),
+            *(("tp 4", drafts, "eager") for drafts in DRAFTS),
+        ],
+        # drafts of few tokens are those of a chain, and those of n-grams need no logits
+        [
+            ("tp 2", "chain", "replaying"),
+            *(("tp 4", drafts, "replaying") for drafts in ("few tokens", "ngram")),
+            *(("tp 4", drafts, "eager") for drafts in ("chain", "tree")),
+        ],
+    ),
 )
 def test_greedy_requests_gather_no_logits(
     layout: str,

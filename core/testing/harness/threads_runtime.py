@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from glowplug.core.errors import CollectiveError
-from glowplug.core.facts.mesh import group
+from glowplug.core.facts.mesh import AXES, group
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 
@@ -149,8 +149,8 @@ class ThreadCollectives:
 
     def __init__(self, options: ThreadOptions, plan: EnginePlan, worker: Worker) -> None:
         self.timeout = options.timeout
-        self.mesh = plan.mesh
         self.rank = worker.rank
+        self._groups = {axis: group(axis, worker.rank, plan.mesh) for axis in AXES}
         self.world = tuple(range(worker.ranks))
         self.meeting = MEETINGS[worker.rendezvous]
         self._calls: dict[tuple[int, ...], int] = {}
@@ -183,14 +183,14 @@ class ThreadCollectives:
 
     def _tensors(self, name: str, x: Tensor, axis: str) -> list[Tensor]:
         """Return copies of every rank's x, since ranks may overwrite their own."""
-        ranks = group(axis, self.rank, self.mesh)
+        ranks = self._groups[axis]
         if len(ranks) == 1:
             return [x]
         return self._exchange(ranks, (name, axis, tuple(x.shape), x.dtype), x.clone())
 
     def _place(self, axis: str) -> tuple[int, int]:
         """Return this rank's index along the axis, and the axis's size."""
-        ranks = group(axis, self.rank, self.mesh)
+        ranks = self._groups[axis]
         return ranks.index(self.rank), len(ranks)
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
@@ -217,7 +217,7 @@ class ThreadCollectives:
         return x if size == 1 else torch.stack([part[place] for part in parts])
 
     def all_to_all_rows(self, x: Tensor, counts: Seq[int], received: Seq[int], axis: str) -> Tensor:
-        ranks = group(axis, self.rank, self.mesh)
+        ranks = self._groups[axis]
         place, size = self._place(axis)
         if not (len(counts) == len(received) == size) or sum(counts) != x.shape[0]:
             raise CollectiveError(
