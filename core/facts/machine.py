@@ -1,4 +1,4 @@
-"""Facts of this machine and of installed packages, and fact sheets of other machines.
+"""Facts of this machine and of installed distributions, and fact sheets of other machines.
 
 The module imports neither torch nor a CUDA library.
 """
@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -159,6 +160,50 @@ def installed(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def search_path() -> tuple[tuple[str, int], ...]:
+    """Return the entries of ``sys.path`` with their modification times in ns, 0 if they are absent.
+
+    A time changes when something is added to a folder or removed from it.
+    """
+    return tuple((os.path.abspath(entry), _changed(entry)) for entry in sys.path)
+
+
+def _changed(entry: str) -> int:
+    try:
+        return os.stat(entry or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
+@functools.lru_cache(maxsize=4)
+def entry_points(
+    group: str, path: tuple[tuple[str, int], ...]
+) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """Return the entry points of a group, by name.
+
+    The result is kept: to read those of all distributions takes 10 ms in a full environment.
+
+    Args:
+        group: name of the group.
+        path: ``search_path()``.
+    """
+    found = importlib.metadata.entry_points(group=group)
+    return tuple(sorted(found, key=lambda point: point.name))
+
+
+@functools.lru_cache(maxsize=4)
+def module_owners(path: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
+    """Return the names of installed distributions by the top-level modules that they ship.
+
+    The result is kept: to read the file lists of all distributions takes a third of a second in a
+    full environment.
+
+    Args:
+        path: ``search_path()``.
+    """
+    return importlib.metadata.packages_distributions()
 
 
 def software(names: Iterable[str]) -> SoftwareFacts:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.metadata
 import itertools
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -22,7 +20,13 @@ from typing import Any
 import pluggy
 
 from glowplug.core.errors import FactsError, GlowplugError, PluginLoadError
-from glowplug.core.facts.machine import software
+from glowplug.core.facts.machine import (
+    entry_points,
+    installed,
+    module_owners,
+    search_path,
+    software,
+)
 from glowplug.core.facts.model_facts import ModelFacts, SoftwareFacts
 from glowplug.core.facts.model_folder import ArchitectureRules, locate_model
 from glowplug.core.plugin import hookspecs
@@ -338,19 +342,6 @@ def entry_point_sources() -> list[PluginSource]:
 
 def found_entry_points() -> tuple[PluginSource, ...]:
     """Return the entry points of the group ``glowplug``, also those that share a name, by name."""
-    return _entry_points(_path())
-
-
-@lru_cache(maxsize=4)
-def _entry_points(path: tuple[tuple[str, int], ...]) -> tuple[PluginSource, ...]:
-    """Return the entry points of the group ``glowplug``, by name.
-
-    The result is kept: to read those of all distributions takes 10 ms in a full environment.
-
-    Args:
-        path: see ``_path``.
-    """
-    points = importlib.metadata.entry_points(group=GROUP)
     return tuple(
         PluginSource(
             point.name,
@@ -358,7 +349,7 @@ def _entry_points(path: tuple[tuple[str, int], ...]) -> tuple[PluginSource, ...]
             point.dist.name if point.dist else "unknown distribution",
             point.dist.version if point.dist else "",
         )
-        for point in sorted(points, key=lambda point: point.name)
+        for point in entry_points(GROUP, search_path())
     )
 
 
@@ -367,36 +358,7 @@ def distribution_of(module: str) -> tuple[str, str]:
     top = module.partition(":")[0].partition(".")[0]
     if top == "glowplug":
         return BUILT_IN, ""
-    owners = _owners(_path()).get(top)
+    owners = module_owners(search_path()).get(top)
     if not owners:
         return f"module {module}", ""
-    return owners[0], importlib.metadata.version(owners[0])
-
-
-def _path() -> tuple[tuple[str, int], ...]:
-    """Return the entries of ``sys.path`` with the times of their last changes."""
-    return tuple((os.path.abspath(entry), _changed(entry)) for entry in sys.path)
-
-
-def _changed(entry: str) -> int:
-    """Return the modification time of an entry of ``sys.path`` in ns; 0 if it does not exist.
-
-    The time changes when something is added to a folder or removed from it.
-    """
-    try:
-        return os.stat(entry or ".").st_mtime_ns
-    except OSError:
-        return 0
-
-
-@lru_cache(maxsize=4)
-def _owners(path: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
-    """Return the names of installed distributions by the top-level modules that they ship.
-
-    Reading the file lists of all distributions takes a third of a second in a full environment, so
-    the result is kept.
-
-    Args:
-        path: see ``_path``; the result is cached by this key.
-    """
-    return importlib.metadata.packages_distributions()
+    return owners[0], installed(owners[0])

@@ -136,7 +136,7 @@ def context_ends_alike(llm: LLM, plain: LLM) -> None:
     all_pages_are_back(llm)
 
 
-def follows_distribution(llm: LLM, plain: LLM, count: int = 1000) -> None:
+def follows_distribution(llm: LLM, plain: LLM, count: int = 2000) -> None:
     """Test the third token of ``count`` seeded draws against its marginal.
 
     The second token is drawn after the prompt's, whether drafts are accepted or not. The third one
