@@ -37,6 +37,7 @@ os.environ["XDG_DATA_HOME"] = "/nonexistent"
 
 
 def pytest_configure() -> None:
+    """Let interpreted kernels and rank processes take less CPU time; GPU runs stay as they are."""
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
         quick_interpreter.install()
     if not DRIVER.exists():

@@ -32,7 +32,14 @@ LAYOUTS = {
     "tp 8, ep 8, dp 2": layout(8, 8, 2),
 }
 SLOW = ("tp 2, dp 2", "tp 8, ep 8, dp 2")  #: 3 to 6 s a test of the latter
-DRAFTS = [(0, 1), (1, 1), (3, 1), (2, 3)]  #: (steps, branches); 1 runs in one layout, as 3 does
+DRAFTS = [(0, 1), (1, 1), (3, 1), (2, 3)]  #: (steps, topk)
+DRAFT_ROWS = [(layout, *drafts) for layout in LAYOUTS for drafts in DRAFTS]
+#: one step is drafted as three are, so it runs in one layout by default
+SLOW_ROWS = [
+    (layout, *drafts)
+    for layout, *drafts in DRAFT_ROWS
+    if layout in SLOW or (drafts == [1, 1] and layout != "tp 2, ep 2, dp 2")
+]
 EXPERTS_PER_TOKEN = 3  #: of the tiny model
 PROMPTS = {1: [5, 6, 7], 2: [9], 3: [4, 8, 15, 16, 23, 42, 7], 4: [11, 12], 5: [3, 1, 4, 1, 5]}
 
@@ -98,15 +105,7 @@ def alone(folder: Path, plugins: PluginSet) -> Alone:
 
 @pytest.mark.parametrize(
     ("layout", "nextn", "topk"),
-    some_slow_rows(
-        [(layout, *drafts) for layout in LAYOUTS for drafts in DRAFTS],
-        [
-            (layout, *drafts)
-            for layout in LAYOUTS
-            for drafts in DRAFTS
-            if layout in SLOW or (drafts == (1, 1) and layout != "tp 2, ep 2, dp 2")
-        ],
-    ),
+    some_slow_rows(DRAFT_ROWS, SLOW_ROWS),
 )
 def test_ranks_replay_the_steps_of_one(
     layout: str, nextn: int, topk: int, folder: Path, alone: Alone, plugins: PluginSet

@@ -18,6 +18,7 @@ from tests.support.draft_requests import (
     GREEDY,
     MANY_ROWS,
     all_pages_are_back,
+    around_pages,
     context_ends_alike,
     engine,
     features,
@@ -25,7 +26,6 @@ from tests.support.draft_requests import (
     limits_are_exact,
     prompts,
     same,
-    some_prompts,
 )
 from tests.support.slow_cases import some_slow
 
@@ -83,7 +83,7 @@ def test_a_request_gains_the_same_in_any_company(folder: Path, steps: int) -> No
     prefix, in chunks.
     """
     accepting.take()
-    some = [*some_prompts(), prompts()[10]]  # 65 tokens, so that pages of 64 are hit
+    some = [*around_pages(prompts()), prompts()[10]]  # 65 tokens, so that pages of 64 are hit
     with engine(folder, steps, cache={"use": "none"}, scheduler={"overlap": False}) as llm:
         for ids in some:
             llm.generate([ids], GREEDY)

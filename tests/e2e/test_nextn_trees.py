@@ -15,11 +15,11 @@ from tests.support.draft_requests import (
     BASE,
     GREEDY,
     all_pages_are_back,
+    around_pages,
     engine,
     features,
     prompts,
     same,
-    some_prompts,
 )
 
 #: published settings of (steps, topk, draft_tokens), and the smallest and widest trees
@@ -83,7 +83,7 @@ def test_a_sequence_of_the_full_context_length_has_room_for_its_trees(
 def test_a_request_gains_the_same_in_any_company(folder: Path) -> None:
     accepting.take()
     shape = (3, 3, 9)
-    some = some_prompts()
+    some = around_pages(prompts())
     with tree(folder, shape, cache={"use": "none"}, scheduler={"overlap": False}) as llm:
         for ids in some:
             llm.generate([ids], GREEDY)

@@ -167,6 +167,7 @@ Gains = list[tuple[list[int], list[int]]]  #: tokens of each request, and their 
 
 
 def rank_gains(folder: Path, shape: str, one: Combination, **sections: Any) -> Gains:
+    """Return the gains of all prompts on the ranks of a combination."""
     plugins = load_plugins([THREADS, "tests.plugins.replaying"], entry_points=False)
     config = one.config(folder, memory={"kv_tokens": 2048}, weights={"use": "random"})
     config |= {"speculative": SHAPES[shape], "context_length": 160, **sections}

@@ -25,13 +25,13 @@ from tests.support.draft_requests import (
     MANY_ROWS,
     VOCAB,
     all_pages_are_back,
+    around_pages,
     context_ends_alike,
     features,
     follows_distribution,
     limits_are_exact,
     prompts,
     same,
-    some_prompts,
 )
 from tests.support.layouts import layout
 from tests.support.parity import COMMON, Reference, write
@@ -314,7 +314,7 @@ def test_a_request_gains_the_same_in_any_company(near: Model, shape: dict[str, i
     """Accept lengths are equal alone and batched, eager and replayed, with and without a cached
     prefix, in chunks, and with overlapped steps or without.
     """
-    some = some_prompts()
+    some = around_pages(prompts())
     accepting.take()
     drafts: dict[str, Any] = {"speculative": shape}
     alone_in = {"cache": {"use": "none"}, "scheduler": {"overlap": False}}

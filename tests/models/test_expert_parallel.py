@@ -23,6 +23,7 @@ from glowplug.core.step.batch import Batch, StepShape
 from glowplug.core.testing.harness.build import Stepper, build_context, build_model, make, plan_for
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 from tests.support.rank_threads import on_ranks
+from tests.support.slow_cases import some_slow_rows
 from tests.support.tiny import V3, write_config
 from tests.unit.test_layers import facts_of, random_tensors
 
@@ -209,21 +210,13 @@ def test_every_rank_has_the_logits_of_one(name: str, mesh: dict[str, int], excha
 
 
 #: groups of these models that are slow; exchanges carry the rows of all models alike
-SLOW_GROUPED = {"v2": GROUPED[1:], "v3_fp8": GROUPED[::2]}
+SLOW_GROUPS = {"v2": GROUPED[1:], "v3": (), "v3_fp8": GROUPED[::2]}
+GROUPED_ROWS = [(*case, name) for case in cases(GROUPED) for name in MODELS]
 
 
 @pytest.mark.parametrize(
     ("mesh", "exchange", "name"),
-    [
-        pytest.param(
-            mesh,
-            exchange,
-            name,
-            marks=pytest.mark.slow if mesh in SLOW_GROUPED.get(name, ()) else (),
-        )
-        for mesh, exchange in cases(GROUPED)
-        for name in MODELS
-    ],
+    some_slow_rows(GROUPED_ROWS, [row for row in GROUPED_ROWS if row[0] in SLOW_GROUPS[row[2]]]),
     ids=str,
 )
 def test_groups_with_rows_of_their_own(name: str, mesh: dict[str, int], exchange: str) -> None:

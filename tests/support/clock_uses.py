@@ -157,6 +157,7 @@ def assignments(function: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 @cache
 def calls_in(function: ast.AST) -> tuple[ast.Call, ...]:
+    """Return all calls in a function."""
     return tuple(node for node in ast.walk(function) if isinstance(node, ast.Call))
 
 

@@ -51,9 +51,11 @@ def prompts() -> list[list[int]]:
     return [(shared[: min(40, n // 2)] + rng.integers(2, VOCAB, n).tolist())[:n] for n in lengths]
 
 
-def some_prompts() -> list[list[int]]:
-    """Return few of the prompts: below, at and beyond the border of a page, and of the next one."""
-    return [ids for ids in prompts() if len(ids) in (2, 16, 17, 33)]
+def around_pages(some: list[list[int]]) -> list[list[int]]:
+    """Return the prompts that are shorter than a page, fill it, and are one token longer than one
+    page and two.
+    """
+    return [ids for ids in some if len(ids) in (2, 16, 17, 33)]
 
 
 def features() -> list[SamplingParams]:

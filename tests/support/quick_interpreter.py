@@ -9,7 +9,6 @@ these is made once, and the check is left out. Results and errors are the interp
 
 from __future__ import annotations
 
-import builtins
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,18 +76,18 @@ def _keep_types(interpreter: Any, core: Any) -> None:
     equal = core.dtype.__eq__
 
     def type_init(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = builtins.tuple(shape)
+        sizes = tuple(shape)
         known = block_shapes.get(sizes) if {*map(type, sizes)} == {int} else None
         if known is None:
             make_type(self, element_ty, shape)
-            block_shapes[builtins.tuple(self.shape)] = self.shape, self.numel
+            block_shapes[tuple(self.shape)] = self.shape, self.numel
             return
         self.element_ty = element_ty
         self.shape, self.numel = known
         self.name = f"<{sizes}, {element_ty}>"
 
     def tensor_init(self: Any, handle: Any, type: Any) -> None:
-        sizes = builtins.tuple(type.shape) if type.is_block() else ()
+        sizes = tuple(type.shape) if type.is_block() else ()
         if sizes not in tensor_shapes:
             make_tensor(self, handle, type)
             tensor_shapes[sizes] = self.shape, self.numel
