@@ -107,7 +107,9 @@ class StepMasks:
         self.counts = MaskCounts()
         self.forced = ForcedDrafts(drafts) if drafts else None
         self._backend = backend
+        self._vocab = vocab
         self._words = words_of(vocab)
+        self._device = device
         self._on_host = device.type == "cpu"
         self._rows: dict[int, tuple[Sequence, Constraint]] = {}
         self._unread: list[UnreadStep] = []
@@ -117,6 +119,15 @@ class StepMasks:
         side = None if self._on_host else torch.cuda.Stream(device)
         # two buffers in turn: the copy out of one may run while the other is filled
         self._buffers = [MaskBuffer(self._words, device, side) for _ in range(2)]
+
+    def warm_up(self) -> None:
+        """Apply a mask that allows every token, so that no request waits for a compiler."""
+        rows, masks = self._buffers[0].take(1)
+        rows[:] = 0
+        masks[:] = -1
+        logits = torch.zeros(1, self._vocab, device=self._device)
+        self._buffers[0].passed()
+        self._buffers[0].apply(partial(self._backend.forbid, logits))
 
     def begin(self, batch: Batch) -> None:
         """Note the rows of the next step, whose sequences may have changed."""

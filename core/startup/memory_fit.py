@@ -272,6 +272,8 @@ class RankMemory:
             for line, run in self._steps(runner):
                 self._peak(runner, line, run)
             steps_between(runner, self.plan)
+            if runner.grammars.masks is not None:
+                runner.grammars.masks.warm_up()
             self.gauge.settle()  # the blocks of these steps fit few of the requests' tensors
             self.gauge.restart()
 

@@ -79,8 +79,12 @@ class MaskBuffer:
         return self._arrays
 
     def _grow(self, most: int) -> None:
-        """Allocate memory for ``most`` masks."""
-        self._most = most
+        """Allocate memory for ``most`` masks, or one more.
+
+        NOTE: an even number of places keeps the masks behind them at multiples of 16 bytes. Kernels
+        have a variant for each alignment, and a request would wait for the second one's compiler.
+        """
+        self._most = most + most % 2
         size = self._most * (WORDS_OF_PLACE + self._words)
         pinned = self._side is not None
         self._host = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
