@@ -36,6 +36,10 @@ GATHER_BYTES = 4 * MIB  #: largest part of a rank in an all-gather or reduce-sca
 #: one for each token: on two H100 (hidden size 2048) 128 tokens took 5.3 us, apart 7.2, but 256
 #: tokens 11.9 and 8.9, 512 tokens 82 and 13.6.
 NORM_ROWS_MAX = 128
+#: most bytes of their rows, padded to a power of two. A program of a wide row has more warps, so
+#: fewer fit on the GPU at once: on two H200 (hidden size 7168, 16 KB a row) 64 tokens took 8.5 us,
+#: apart 9.0, but 128 tokens 38.5 and 12.7.
+NORM_BYTES_MAX = MIB
 
 
 class BufferSize(NamedTuple):
@@ -146,7 +150,8 @@ def peer_sizes(ranks: int, hidden: int, tokens: int, limits: SumLimits | None = 
     two_shot = min(largest, limits.two_shot) if two else 0
     chunk = _tiles(two_shot // ranks, LARGE_TILE)
     row = 1 << (hidden - 1).bit_length()
-    rows = min(tokens, NORM_ROWS_MAX, limits.one_shot // (row * WORD_BYTES))
+    fitting = min(limits.one_shot, NORM_BYTES_MAX) // (row * WORD_BYTES)
+    rows = min(tokens, NORM_ROWS_MAX, fitting)
     return PeerSizes(
         small=_tiles(min(one_shot, SMALL_BYTES), SMALL_TILE),
         large=_tiles(one_shot if one_shot > SMALL_BYTES else 0, LARGE_TILE),

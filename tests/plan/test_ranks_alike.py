@@ -170,6 +170,17 @@ def test_buffers_hold_what_their_kind_sends(ranks: int) -> None:
     assert sizes.bytes(ranks) < 1 << 28
 
 
+@pytest.mark.parametrize(
+    ("hidden", "tokens", "rows"),
+    [(2048, 8192, 128), (2048, 100, 100), (4096, 8192, 128), (5120, 8192, 64), (7168, 8192, 64)],
+)
+def test_fused_norms_take_as_many_rows_as_fit_on_the_gpu(
+    hidden: int, tokens: int, rows: int
+) -> None:
+    norm = peer_sizes(2, hidden, tokens).norm
+    assert norm.capacity == rows * norm.tile
+
+
 def test_several_hosts_exchange_over_nccl(planned: Any) -> None:
     config = {"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 4}]}
     config |= {"executor": {"hosts": 2}}
