@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.moe import reference as moe
 
 
-def problem(tokens: int, experts: int, k: int, seed: int, skew: float = 0.0) -> tuple[Tensor, ...]:
+def problem(
+    tokens: int, experts: int, k: int, seed: int, skew: float = 0.0, hidden: int = 24
+) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
-    hidden, inter = 24, 12
+    inter = 12
     w13 = torch.randn(experts, hidden, 2 * inter, generator=generator) / 5
     w2 = torch.randn(experts, inter, hidden, generator=generator) / 3
     liking = torch.randn(tokens, experts, generator=generator) + skew * torch.arange(experts)
@@ -85,20 +88,31 @@ def recorded(function: Callable[..., Tensor], name: str, taken: list[str]) -> Ca
 
 
 def test_each_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are no multiple of 16 bytes are no operands of grouped GEMMs."""
     taken: list[str] = []
-    for name in ("_pairwise", "_padded", "_looped"):
+    for name in ("_pairwise", "_grouped", "_looped"):
         monkeypatch.setattr(moe, name, recorded(getattr(moe, name), name, taken))
-    for tokens, experts, k, skew in [
-        (1, 16, 4, 0.0),
-        (2, 64, 4, 0.0),
-        (64, 16, 4, 0.0),
-        (40, 64, 1, 3.0),
+    for tokens, experts, k, skew, hidden in [
+        (1, 16, 4, 0.0, 24),
+        (2, 64, 4, 0.0, 24),
+        (64, 16, 4, 0.0, 24),
+        (40, 64, 1, 3.0, 22),
     ]:
-        given = problem(tokens, experts, k, 5, skew)
+        given = problem(tokens, experts, k, 5, skew, hidden)
         torch.testing.assert_close(
             moe.experts_host(*given, silu_and_mul), naive(*given), atol=1e-5, rtol=1e-4
         )
-    assert taken == ["_pairwise", "_pairwise", "_padded", "_looped"]
+    assert taken == ["_pairwise", "_pairwise", "_grouped", "_grouped", "_looped"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_gemms_equal_a_loop_over_experts(dtype: torch.dtype) -> None:
+    x, w13, w2, _, _ = (part.to(dtype) for part in problem(40, 8, 1, 11))
+    counts = np.array([0, 7, 0, 1, 0, 30, 2, 0])
+    tokens = np.random.default_rng(0).permutation(40)
+    found = moe._grouped(x, w13, w2, tokens, counts, silu_and_mul)
+    wanted = moe._looped(x[torch.from_numpy(tokens)], w13, w2, counts, silu_and_mul)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k", "skew"), LOADS)
