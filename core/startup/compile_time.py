@@ -62,7 +62,7 @@ class TritonTime:
         self._earlier = earlier
 
     def __call__(
-        self, *, times: Any, metadata: dict[str, Any], cache_hit: bool, **more: Any
+        self, *, times: Any, metadata: dict[str, Any], cache_hit: bool, src: Any = None, **more: Any
     ) -> None:
         if CompileContext.try_get() is None:
             took = times.total / 1e6
@@ -70,12 +70,28 @@ class TritonTime:
             if self.serving and not cache_hit:
                 logger.warning(
                     "requests waited %.2f s for the compiler: kernel %s has a variant that the "
-                    "start did not compile; it is now in Triton's cache",
+                    "start did not compile; it is now in Triton's cache%s",
                     took,
                     metadata.get("name", "without a name"),
+                    variant_of(src),
                 )
         if self._earlier is not None:
-            self._earlier(times=times, metadata=metadata, cache_hit=cache_hit, **more)
+            self._earlier(times=times, metadata=metadata, cache_hit=cache_hit, src=src, **more)
+
+
+def variant_of(src: Any) -> str:
+    """Return the constants of a compiled kernel, and its arguments that are no multiples of 16.
+
+    ``src``: Triton's source of the kernel; "" is returned for one that is not a function.
+    """
+    names = getattr(getattr(src, "fn", None), "arg_names", None)
+    if names is None:
+        return ""
+    constants = {names[at[0]]: value for at, value in src.constants.items()}
+    aligned = {names[at[0]] for at, attributes in src.attrs.items() if attributes}
+    odd = [name for name in names if name not in constants and name not in aligned]
+    found = [f"{name}={value}" for name, value in constants.items()]
+    return f" (constants: {', '.join(found)}; no multiples of 16: {', '.join(odd) or 'none'})"
 
 
 @cache

@@ -147,6 +147,16 @@ class TestCompileTime:
         assert watch.seconds == pytest.approx(1.5)
         assert [more["cache_hit"] for more in heard] == [False, False]
 
+    def test_the_variant_of_a_kernel_is_named(self) -> None:
+        source = SimpleNamespace(
+            fn=SimpleNamespace(arg_names=["x", "rows", "out", "stride", "BLOCK"]),
+            constants={(4,): 64, (3,): 1},
+            attrs={(0,): [["tt.divisibility", 16]], (2,): []},
+        )
+        wanted = " (constants: BLOCK=64, stride=1; no multiples of 16: rows, out)"
+        assert compile_time.variant_of(source) == wanted
+        assert compile_time.variant_of(None) == ""
+
     def test_kernels_that_requests_wait_for_are_logged(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
