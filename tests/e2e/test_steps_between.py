@@ -108,6 +108,10 @@ def test_warm_up_steps_reach_every_number_and_leave_no_trace(
                 runner, replace(llm.plan, sizes=replace(llm.plan.sizes, pass_tokens=passes))
             )
         assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == before
+    many = [batch for batch in tried if batch.num_decodes > STEPS_BETWEEN]
+    assert [batch.num_decodes for batch in many] == ([32] if rows == 64 else [])
+    assert all((batch.kv_lens[: batch.num_decodes] == 128).all() for batch in many)
+    tried = tried[: len(tried) - len(many)]
     tried.reverse()  # the largest comes first
     tokens = [batch.num_tokens for batch in tried]
     assert tokens == sorted(tokens) and tokens[-1] <= 256 + 64

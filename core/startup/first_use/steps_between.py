@@ -28,11 +28,13 @@ SPECIALIZED_DIVISOR = 16
 
 
 def steps_between(runner: Runner, plan: EnginePlan) -> None:
-    """Run the prefill steps of ``counts_between``, then verify steps beside a short prompt.
+    """Run the prefill steps of ``counts_between``, then decoding rows beside a short prompt.
 
     From step to step both the number of tokens and the number of decoding rows fall, because both
     decide which kernels run and how they are compiled. With drafts the sizes of the drafts take
-    turns, and each is then run with all the numbers of rows of ``rows_beside``.
+    turns, and each is then run with all the numbers of rows of ``rows_beside``. Without drafts only
+    those above STEPS_BETWEEN are left to run, over the longest caches: their number and length
+    decide into how many splits attention divides the keys.
 
     NOTE: the largest step runs first, since tensors that grow from step to step fit none of the
     blocks of the steps before.
@@ -42,11 +44,13 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
     for number, (decodes, tokens) in enumerate(reversed(counts_between(plan.sizes))):
         shape = shapes[-1 - number % len(shapes)]
         steps.run(shape, decodes, tokens - decodes * shape.tokens)
-    if plan.sizes.width == 1:
-        return
+    short = min(SHORT_TOKENS, plan.sizes.chunk_size)
     for shape in reversed(shapes):
         for decodes in reversed(rows_beside(plan.sizes)):
-            steps.run(shape, decodes, min(SHORT_TOKENS, plan.sizes.chunk_size))
+            if plan.sizes.width > 1:
+                steps.run(shape, decodes, short)
+            elif decodes > STEPS_BETWEEN:
+                steps.run(shape, decodes, short, plan.sizes.context_length)
 
 
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
@@ -89,7 +93,7 @@ def _counts_beside(rounds: set[int], least: int, most: int, steps: int) -> Itera
 
 
 def rows_beside(sizes: Sizes) -> list[int]:
-    """Return the numbers of verifying rows that run beside a short prompt, ascending.
+    """Return the numbers of decoding rows that run beside a short prompt, ascending.
 
     They are those up to STEPS_BETWEEN, and the powers of two above it.
     """
@@ -111,10 +115,13 @@ class _Steps:
         self._prompted = 0  # rows that continue a prompt
         self._longest = 0  # most tokens of any of them
 
-    def run(self, shape: DraftShape, decodes: int, prompt_tokens: int) -> None:
+    def run(self, shape: DraftShape, decodes: int, prompt_tokens: int, held: int = 0) -> None:
         """Run a step of ``decodes`` rows with drafts of ``shape`` beside ``prompt_tokens`` tokens.
 
         The results are not checked, because the tokens are garbage.
+
+        Args:
+            held: least number of tokens in the cache of a decoding row; without drafts only.
         """
         sizes = self._plan.sizes
         if sizes.width > 1 and decodes:
@@ -122,7 +129,7 @@ class _Steps:
                 self._prompt(decodes)
             self._prompted = decodes  # the rows behind them take the prompts of this step
             self._longest += shape.tokens
-        self._runner.launch(self._mixed(shape, decodes, prompt_tokens)).wait()
+        self._runner.launch(self._mixed(shape, decodes, prompt_tokens, held)).wait()
 
     def _prompt(self, rows: int) -> None:
         """Compute a short prompt in each of the first ``rows`` rows."""
@@ -140,11 +147,11 @@ class _Steps:
             self._runner.launch(batch).wait()
         self._longest = length
 
-    def _mixed(self, shape: DraftShape, decodes: int, tokens: int) -> Batch:
-        """Return a step of ``decodes`` decoding rows and ``tokens`` prompt tokens."""
+    def _mixed(self, shape: DraftShape, decodes: int, tokens: int, held: int) -> Batch:
+        """Return a step of ``decodes`` decoding rows and ``tokens`` prompt tokens; see ``run``."""
         sizes = self._plan.sizes
         chunks = self._chunks(sizes.max_running - decodes, tokens)
-        held = max(chunks[0], self._longest)
+        held = max(chunks[0], self._longest, held)
         batch = scratch_batch(
             self._plan,
             Mode.PREFILL,
