@@ -10,7 +10,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?= auto
-JOBS ?= 2
+# Processes of `make test` on two cores: tests wait for other processes, and for time, for a seventh of their time.
+JOBS ?= 3
 ARGS ?=
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 BIN = $(VENV)/bin
