@@ -32,9 +32,9 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
 
     From step to step both the number of tokens and the number of decoding rows fall, because both
     decide which kernels run and how they are compiled. With drafts the sizes of the drafts take
-    turns, and each is then run with all the numbers of rows of ``rows_beside``. Without drafts only
-    those above STEPS_BETWEEN are left to run, over the longest caches: their number and length
-    decide into how many splits attention divides the keys.
+    turns, and each is then run with all the numbers of rows of ``rows_beside``. Without drafts
+    these rows have the longest caches, because attention chooses its number of KV splits by the
+    number and the length of the rows.
 
     NOTE: the largest step runs first, since tensors that grow from step to step fit none of the
     blocks of the steps before.
@@ -45,12 +45,10 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
         shape = shapes[-1 - number % len(shapes)]
         steps.run(shape, decodes, tokens - decodes * shape.tokens)
     short = min(SHORT_TOKENS, plan.sizes.chunk_size)
+    held = plan.sizes.context_length if plan.sizes.width == 1 else 0
     for shape in reversed(shapes):
         for decodes in reversed(rows_beside(plan.sizes)):
-            if plan.sizes.width > 1:
-                steps.run(shape, decodes, short)
-            elif decodes > STEPS_BETWEEN:
-                steps.run(shape, decodes, short, plan.sizes.context_length)
+            steps.run(shape, decodes, short, held)
 
 
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
@@ -95,11 +93,13 @@ def _counts_beside(rounds: set[int], least: int, most: int, steps: int) -> Itera
 def rows_beside(sizes: Sizes) -> list[int]:
     """Return the numbers of decoding rows that run beside a short prompt, ascending.
 
-    They are those up to STEPS_BETWEEN, and the powers of two above it.
+    They are the powers of two above STEPS_BETWEEN. With drafts they are also all numbers up to it,
+    which without drafts are those of ``counts_between``.
     """
     most = sizes.max_running - 1  # one row is the prompt's
     powers = (1 << bit for bit in range(STEPS_BETWEEN.bit_length(), most.bit_length()))
-    return [*range(1, min(STEPS_BETWEEN, most) + 1), *(rows for rows in powers if rows <= most)]
+    few = range(1, min(STEPS_BETWEEN, most) + 1) if sizes.width > 1 else ()
+    return [*few, *(rows for rows in powers if rows <= most)]
 
 
 class _Steps:
