@@ -10,7 +10,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?= auto
-# Processes of `make test` on two cores: tests wait for other processes, and for time, for a seventh of their time.
+# Three test processes for two cores, because they spend a seventh of their time waiting for servers, ranks and timers.
 JOBS ?= 3
 ARGS ?=
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))

@@ -124,7 +124,7 @@ class GrammarBackend(Protocol):
     def forbid(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         """Set the logits of forbidden tokens to minus infinity, in place and without waiting.
 
-        The method is called once at the start, before ``open``.
+        On a GPU the method is also called once at the start, before ``open``.
 
         Args:
             logits: float32 [N, V].

@@ -80,9 +80,9 @@ class TritonTime:
 
 
 def variant_of(src: Any) -> str:
-    """Return the constants of a compiled kernel, and its arguments that are no multiples of 16.
+    """Return a kernel's constants, and its arguments that are not compiled as multiples of 16.
 
-    ``src``: Triton's source of the kernel; "" is returned for one that is not a function.
+    ``src``: Triton's source of the kernel; "" is returned for a source that is not a function.
     """
     names = getattr(getattr(src, "fn", None), "arg_names", None)
     if names is None:
@@ -91,7 +91,7 @@ def variant_of(src: Any) -> str:
     aligned = {names[at[0]] for at, attributes in src.attrs.items() if attributes}
     odd = [name for name in names if name not in constants and name not in aligned]
     found = [f"{name}={value}" for name, value in constants.items()]
-    return f" (constants: {', '.join(found)}; no multiples of 16: {', '.join(odd) or 'none'})"
+    return f" (constants: {', '.join(found)}; not multiples of 16: {', '.join(odd) or 'none'})"
 
 
 @cache

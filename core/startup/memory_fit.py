@@ -261,7 +261,7 @@ class RankMemory:
     def test(self, runner: Runner, parallel: ParallelStack) -> None:
         """Run the self-test over the real pool.
 
-        On a device the largest steps run too, to pay their first-use costs.
+        On a device the largest steps and a mask of a grammar run too, to pay their first-use costs.
         """
         with self.naming("self-test"):
             warm_up(runner, self.plan, parallel.router())

@@ -153,7 +153,7 @@ class TestCompileTime:
             constants={(4,): 64, (3,): 1},
             attrs={(0,): [["tt.divisibility", 16]], (2,): []},
         )
-        wanted = " (constants: BLOCK=64, stride=1; no multiples of 16: rows, out)"
+        wanted = " (constants: BLOCK=64, stride=1; not multiples of 16: rows, out)"
         assert compile_time.variant_of(source) == wanted
         assert compile_time.variant_of(None) == ""
 
