@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError, RequestError
 from glowplug.entrypoints.bench.load import soak_http
-from glowplug.entrypoints.bench.load.soak_memory import Sample, device_scope, growth
+from glowplug.entrypoints.bench.load.soak_memory import Sample, device_scope, growth, summed
 from glowplug.entrypoints.bench.load.soak_requests import RequestMix, WantedRequest
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions, conditions_apart
@@ -151,7 +151,7 @@ class Soak:
         self.args = args
         self.conditions = conditions or {}
         sizes = llm.plan.sizes
-        self.in_flight = args.in_flight or max(2, sizes.max_running * 5 // 4)
+        self.in_flight = args.in_flight or max(2, sizes.groups * sizes.max_running * 5 // 4)
         self.mix = RequestMix(
             random.Random(args.load_seed), llm.plan, args.abort_share, args.shared_share
         )
@@ -271,21 +271,21 @@ class Soak:
 
     def _pause(self) -> None:
         """Check pages, memory and answers while nothing runs, and write the results so far."""
-        pages = self.llm.control("check")
+        pages = summed(self.llm.control("check"))
         if pages["free"] + pages["evictable"] != pages["total"]:
             self.failures.append(
                 f"nothing runs, but only {pages['free']} pages are free and {pages['evictable']} "
                 f"evictable of {pages['total']}"
             )
         self.llm.control("flush")
-        pages = self.llm.control("check")
+        pages = summed(self.llm.control("check"))
         if pages["free"] != pages["total"]:
             self.failures.append(
                 f"the cache is empty, but only {pages['free']} of {pages['total']} pages are free"
             )
         self._repeat_questions()
         self.llm.control("flush")
-        memory = self.llm.control("memory")
+        memory = summed(self.llm.control("memory"))
         own = self.memory.bytes() if self.llm.plan.device == "cuda" else None
         seconds = time.monotonic() - self._started
         self.samples.append(Sample(seconds, self.loaded, **memory, device_process=own, pages=pages))
@@ -341,7 +341,8 @@ class Soak:
 
     @property
     def _pages(self) -> int:
-        return self.llm.plan.sizes.num_pages - 1
+        sizes = self.llm.plan.sizes
+        return sizes.groups * (sizes.num_pages - 1)
 
     def _least_share(self) -> float:
         return self.least_free / max(1, self._pages)

@@ -109,6 +109,18 @@ def test_a_short_soak_holds(tmp_path: Path, clock: Clock) -> None:
     )  # rounded
 
 
+@pytest.mark.parametrize("layout", [(), ("--dp-size", "2", "--enable-dp-attention")])
+def test_a_soak_of_two_ranks_counts_both(tmp_path: Path, layout: tuple[str, ...]) -> None:
+    words = ("--minutes", "0.03", "--pauses", "1", "--tp-size", "2", *layout)
+    status, found = outcome(tmp_path, *words, "--set", "executor.oversubscribe=true")
+    assert (status, found["failures"], found["answers_changed"]) == (0, [], 0)
+    assert found["requests"] > 0 and found["in_flight"] == 20
+    assert found["pages"] == 64 * (1 + bool(layout))
+    for sample in found["samples"]:
+        assert sample["pages"]["free"] == sample["pages"]["total"] == 2 * 64
+        assert sample["host"] > 2 * (100 << 20)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--disable-radix-cache",)])
 def test_half_a_minute_leaves_nothing_behind(tmp_path: Path, more: tuple[str, ...]) -> None:

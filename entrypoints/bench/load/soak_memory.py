@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 WARM_UP_SHARE = 1 / 3  #: share of the pauses after which memory must stay level
 
@@ -12,14 +13,17 @@ WARM_UP_SHARE = 1 / 3  #: share of the pauses after which memory must stay level
 class Sample:
     """The engine's memory in one pause of the soak run; times in seconds, memory in bytes.
 
+    Memory and pages are sums over all ranks.
+
     Attributes:
         seconds: time since the start.
         loaded: time under load since the start, pauses left out.
-        host: resident set of this process.
+        host: resident sets of the ranks' processes.
         device_held: memory of tensors.
         device_claimed: memory reserved by torch's allocator.
         device_used: memory in use by all processes.
-        device_process: memory of this process; None if the driver does not report it.
+        device_process: memory of this process and its descendants; None if the driver does not
+            report it.
         pages: page counts that the engine returned to ``LLM.control("check")``.
     """
 
@@ -31,6 +35,12 @@ class Sample:
     device_used: int
     device_process: int | None
     pages: dict[str, int] = field(default_factory=dict)
+
+
+def summed(reply: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sum over all ranks of each figure in the reply to a control request."""
+    ranks = reply.get("ranks", [reply])
+    return {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def judged_kinds(samples: Sequence[Sample]) -> tuple[str, ...]:
