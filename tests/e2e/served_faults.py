@@ -2,13 +2,15 @@
 and device memory left behind, and the next start.
 
 ``python -m tests.e2e.served_faults --repeat 10 --output FILE`` runs every case that often on two
-GPUs. The next start after a fault serves the next case.
+GPUs. The next start after a fault serves the next case. ``--only "stop*"`` runs some of the cases,
+so that several programs can share the GPUs with ``--beside``.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import fnmatch
 import json
 import os
 import platform
@@ -29,6 +31,7 @@ from typing import Any
 import httpx
 import psutil
 
+from glowplug.entrypoints.bench.others.process_memory import QUERY, rows
 from tests.support.waiting import LIMIT, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,9 +217,7 @@ class Outcome:
 def words_of(device: str, watchdog: float = WATCHDOG, fault: str = "") -> tuple[str, ...]:
     """Return the options of a server; ``fault``: the one that it is started for."""
     words = ["--tp", str(RANKS), "--device", device, "--context-length", "1024"]
-    words += ["--watchdog-timeout", f"{watchdog:g}", *DIVIDED]
-    if device == "cpu":
-        words += ["--max-total-tokens", "4096"]
+    words += ["--watchdog-timeout", f"{watchdog:g}", *DIVIDED, "--max-total-tokens", "4096"]
     if fault == "memory":
         words += ["--plugin", "tests.e2e.memory_plugin"]
     return tuple(words)
@@ -245,16 +246,19 @@ def run(case: Case, folder: Path, device: str, watchdog: float = WATCHDOG) -> Ou
     return outcome
 
 
-def fail(server: Server, case: Case, used: list[int]) -> Outcome:
+def fail(server: Server, case: Case, used: list[int] | None) -> Outcome:
     """Let a rank of a server fail while a request is decoded, and return what came of it.
 
     Args:
         server: A server that is ready.
         case: The fault.
-        used: MiB in use on each GPU before the server was started; empty without GPUs.
+        used: MiB in use on each GPU before the server was started; empty without GPUs; None: other
+            programs use the GPUs, too.
     """
     processes = server.ranks()
     assert len(processes) == RANKS
+    if used is None:
+        assert held_by(processes), "the driver does not report the memory of the ranks' processes"
     began = time.monotonic()
     with server.decoding() as stream:
         if case.fault != "memory":
@@ -280,11 +284,17 @@ def reason(server: Server) -> str:
     return lines[-1].partition("the engine has stopped: ")[2] if lines else server.text()[-500:]
 
 
-def left(processes: list[psutil.Process], used: list[int]) -> list[str]:
-    """Return the processes that run on, and the GPUs with more memory in use than before."""
+def left(processes: list[psutil.Process], used: list[int] | None) -> list[str]:
+    """Return the processes that run on, and the GPUs with more memory in use than before.
+
+    With ``used`` None, memory is that of the processes alone.
+    """
 
     def there() -> list[str]:
         found = [f"process {one.pid}" for one in processes if one.is_running()]
+        if used is None:
+            held = held_by(processes)
+            return [*found, f"{held} MiB of the ranks"] if held else found
         for gpu, (before, now) in enumerate(zip(used, device_memory() if used else [])):
             if now > before + SPARE_MIB:
                 found.append(f"GPU {gpu}: {now - before} MiB")
@@ -306,8 +316,14 @@ def device_memory() -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
-def free_port() -> int:
+def held_by(processes: list[psutil.Process]) -> int:
+    """Return the MiB of device memory that the driver counts for processes."""
+    done = subprocess.run(QUERY, capture_output=True, text=True, check=True)
+    own = {one.pid for one in processes}
+    return sum((used or 0) >> 20 for pid, used in rows(done.stdout) if pid in own)
 
+
+def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
@@ -317,6 +333,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="names of cases to run")
+    parser.add_argument(
+        "--beside",
+        action="store_true",
+        help="other programs use the GPUs: judge the memory of the ranks' processes alone",
+    )
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     import torch
@@ -330,24 +352,26 @@ def main() -> None:
         "engine": f"glowplug serve --model embedded --tp {RANKS}, requests being decoded",
         "watchdog_seconds": WATCHDOG,
     }
-    rows = {
+    found = {
         case: {"case": str(case), "runs": 0, "as_promised": 0, "slowest_end_seconds": 0.0}
         | {"wrong": []}
         for case in CASES
+        if fnmatch.fnmatchcase(str(case), args.only)
     }
-    for case, outcome in outcomes(CASES * args.repeat, args.device):
-        _add(rows[case], case, outcome)
-        record = {**about, "cases": list(rows.values())}
+    for case, outcome in outcomes(list(found) * args.repeat, args.device, args.beside):
+        _add(found[case], case, outcome)
+        record = {**about, "cases": list(found.values())}
         args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def outcomes(cases: Sequence[Case], device: str) -> Iterator[tuple[Case, Outcome]]:
+def outcomes(cases: Sequence[Case], device: str, beside: bool) -> Iterator[tuple[Case, Outcome]]:
     """Yield the outcome of each case.
 
     The server that is started after a fault serves the next case if its options are the same, else
-    it is stopped. So a case costs one start, most of the time.
+    it is stopped. So a case costs one start, most of the time. ``beside``: other programs use the
+    GPUs, too.
     """
-    used = device_memory() if device == "cuda" else []
+    used = None if beside else device_memory() if device == "cuda" else []
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         server: Server | None = None

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
+from tests.support.layouts import layout
 from tests.support.source_tree import ROOT
 from tests.support.tiny import VOCAB, write_config
 
@@ -230,6 +231,48 @@ def test_lines_of_published_shapes_with_a_full_cache(
         free, total = torch.cuda.mem_get_info()
         kept = llm.control("info")["memory"]["step"]["measured"] + RESERVE * total
         assert not alone or free <= 1.1 * kept + (4 << 30), "the pool takes all remaining memory"
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "groups"),
+    [("deepseek-v2-lite", 27, 0), ("deepseek-v3", 5, 0), ("deepseek-v3", 5, 2)],
+)
+def test_lines_of_two_ranks_with_a_full_cache(
+    name: str, layers: int, groups: int, tmp_path: Path
+) -> None:
+    """512 requests run over the pools of two GPUs, with tensor parallelism or with two groups that
+    share the experts. Every rank is a new process, whose lines are all judged.
+    """
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    folder = shape(tmp_path, name, num_hidden_layers=layers, num_nextn_predict_layers=0)
+    alone = processes() <= 0
+    with LLM(
+        model=str(folder),
+        device="cuda",
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        context_length=32768,
+        scheduler={"max_running_requests": 512},
+        parallel=layout(2, groups, groups),
+    ) as llm:
+        rng = np.random.default_rng(0)
+        done = llm.generate(
+            [rng.integers(2, 1000, int(n)).tolist() for n in rng.integers(1, 2000, 512)], EVERYTHING
+        )
+        assert {len(one.token_ids) for one in done} == {EVERYTHING.max_tokens}
+        alone = alone and processes() in (-1, 2)
+        off: dict[str, Lines] = {}
+        for rank, info in enumerate(llm.control("info")["ranks"]):
+            memory, title = info["memory"], f"{name} {groups or 1} groups, rank {rank}"
+            show(title, memory)
+            print(title, info["max_total_num_tokens"], "tokens", "alone" if alone else "not alone")
+            if found := lines_off(memory, info["kv_bytes"], alone, True):
+                off[title] = found
+            step = memory["step"]
+            if step["served"] > step["measured"] * (1 + NEAR) + SMALL:
+                off[f"{title}, step"] = {"step": step}
+    assert not off, off
 
 
 def test_a_pool_that_does_not_fit_is_refused_before_the_port_opens(tmp_path: Path) -> None:
