@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from glowplug.core.layers.linear import Linear, Part
@@ -23,9 +22,15 @@ class Embedding(Module):
         self.vocab = vocab
         self._shard = context.parallel.shard("vocab", name, vocab)
         self._collectives = context.collectives
-        self.weight = torch.empty(
-            self._shard.size, hidden, dtype=context.dtype, device=context.worker.device
-        )
+        size = self._shard.size
+        rows = (size, hidden) if size == vocab else (size + 2, hidden)
+        memory = torch.empty(rows, dtype=context.dtype, device=context.worker.device)
+        self.weight = memory
+        if size < vocab:
+            #: this rank's rows between two of zeros, which ids of other ranks' rows choose
+            self._between = memory
+            self._between[:: size + 1] = 0
+            self.weight = memory[1 : size + 1]
 
     def own_targets(self) -> Iterator[WeightTarget]:
         """Yield the target of this rank's rows."""
@@ -43,12 +48,9 @@ class Embedding(Module):
         shard = self._shard
         if shard.size == shard.full:
             return rows_at(self.weight, ids)
-        local = ids - shard.start
-        absent = (local < 0) | (local >= shard.size)
-        rows = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(
-            absent.unsqueeze(1), 0
-        )
-        return self._collectives.all_reduce(rows, shard.axis)
+        # NOTE: masks in place of the rows of zeros were eight kernels, 16 us of a decode step
+        at = (ids - (shard.start - 1)).clamp_(0, shard.size + 1)
+        return self._collectives.all_reduce(rows_at(self._between, at), shard.axis)
 
 
 class LmHead(Module):
