@@ -37,7 +37,7 @@ from glowplug.core.step.graph_pieces import DIRECT, DraftExtend, SplitPoints
 from glowplug.core.step.sampled_last_layer import HostEnds
 from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.step.to_device import send
-from glowplug.core.step.to_host import host_copier
+from glowplug.core.step.to_host import HostCopier
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
@@ -56,6 +56,7 @@ class Runner:
     ``layers``: number of the target's layers in the KV pool; drafts' layers follow them.
     ``grammars``: the grammars of the rank's sequences; None: no sequence has one.
     ``plan``: names the sampler in the errors of sequences; None: its exceptions are not caught.
+    ``copier``: copies the results to the host; None: the device is the host.
     ``tier``: the tier of the prefix cache, whose copies precede each step; None: it has none.
     """
 
@@ -78,6 +79,7 @@ class Runner:
         simulated: SimulatedAcceptance | None = None,
         grammars: RankGrammars | None = None,
         plan: EnginePlan | None = None,
+        copier: HostCopier | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -89,7 +91,7 @@ class Runner:
         self.draft_extend = draft_extend or DraftExtend()
         self.device = torch.device(device)
         self._on_host = self.device.type == "cpu"
-        self._copier = host_copier(self.device)
+        self._copier = copier
         self._ends_model = _sampled_last_layer(model, sampled_last_layer)
         self.step_logits = StepLogits(model, speculative, sampler)
         self._layers = layers

@@ -78,7 +78,8 @@ class Ops(Protocol):
     """The small kernels, a table of pure functions that layers bind while they are built.
 
     Reference implementations are in ``kernels/``. A table may also have ``route_and_set_ready:
-    RouteSettingReady | None``; without one, no experts are started early.
+    RouteSettingReady | None``; without one, no experts are started early. It may have
+    ``copy_small: (source, target)``, which enqueues a copy of a small tensor to pinned host memory.
 
     Attributes:
         rms_norm: (x [..., N], weight [N], eps) -> y.

@@ -47,6 +47,7 @@ from glowplug.core.startup.phases import Note, Phases, Report, logger, rate
 from glowplug.core.startup.torch_allocator import use_expandable_segments
 from glowplug.core.step.pages import PageAllocator
 from glowplug.core.step.sequence_table import SequenceTable
+from glowplug.core.step.to_host import host_copier
 
 
 class RankBuilder:
@@ -196,6 +197,7 @@ class RankBuilder:
             simulated=simulation_of(plan, self.worker),
             grammars=rank_grammars(plan, self.plugins, self.worker),
             plan=plan,
+            copier=host_copier(self.worker.device, getattr(context.ops, "copy_small", None)),
         )
 
     def _stopping(self) -> None:

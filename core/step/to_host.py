@@ -5,7 +5,7 @@ They also measure how long the device waited for the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch import Tensor
 
 BUFFERS = 4  #: copies that may be in flight at once; there are fewer steps in flight
 ALIGNED = 16  #: alignment of each tensor, in bytes
+
+#: a function (source, target) that enqueues a copy to pinned host memory
+Enqueue = Callable[[Tensor, Tensor], None]
 
 
 @dataclass
@@ -44,10 +47,16 @@ class Copy:
         tensors: the tensors to copy.
         marks: events of this step.
         before: events of the previous step; None: there was none.
+        enqueue: the way to copy a tensor.
     """
 
     def __init__(
-        self, memory: Tensor, tensors: Seq[Tensor], marks: Marks, before: Marks | None
+        self,
+        memory: Tensor,
+        tensors: Seq[Tensor],
+        marks: Marks,
+        before: Marks | None,
+        enqueue: Enqueue,
     ) -> None:
         self._marks = marks
         self._before = before
@@ -55,7 +64,8 @@ class Copy:
         at = 0
         for tensor in tensors:
             part = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            self._parts.append(part.copy_(tensor, non_blocking=True))
+            enqueue(tensor, part)
+            self._parts.append(part)
             at += -(-tensor.nbytes // ALIGNED) * ALIGNED
         marks.ended.record()
 
@@ -79,9 +89,13 @@ class HostCopier:
     """A copier of steps' results from one device to the host, on the current stream.
 
     For each step call ``mark``, enqueue the step's work, and call ``begin``.
+
+    Args:
+        enqueue: the way to copy a tensor; None: the copy engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enqueue: Enqueue | None = None) -> None:
+        self._enqueue = enqueue or _by_copy_engine
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(BUFFERS)]
         self._marks: list[Marks | None] = [None] * BUFFERS
         self._buffer = -1
@@ -103,9 +117,13 @@ class HostCopier:
             self._memory[buffer] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
         before = self._last
         self._last = marks
-        return Copy(self._memory[buffer], tensors, marks, before)
+        return Copy(self._memory[buffer], tensors, marks, before, self._enqueue)
 
 
-def host_copier(device: torch.device) -> HostCopier | None:
-    """Return a copier of the results of ``device``; None if the device is the host."""
-    return None if device.type == "cpu" else HostCopier()
+def _by_copy_engine(source: Tensor, target: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def host_copier(device: str, enqueue: Enqueue | None) -> HostCopier | None:
+    """Return a copier of the results of a torch device; None if the device is the host."""
+    return None if device == "cpu" else HostCopier(enqueue)

@@ -13,6 +13,7 @@ from glowplug.core.step.to_device import rows_at
 from glowplug.kernels.elementwise import activation, norm, rope
 from glowplug.kernels.formats import fp8_triton
 from glowplug.kernels.formats.fp8_block import FP8_INPUT
+from glowplug.kernels.launch.host_copy import copy_small
 from glowplug.kernels.moe.route import route
 from glowplug.plugins.ops import triton_int8
 from glowplug.plugins.ops.quantizing import Pair, producers
@@ -32,6 +33,7 @@ class TritonOps(TorchOps):
         self.adds_parts = True
         self.silu_and_mul = activation.silu_and_mul
         self.route = self.route_and_set_ready = route
+        self.copy_small = copy_small
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
             **self.fused,
             **triton_int8.PRODUCERS,

@@ -11,15 +11,22 @@ import torch
 
 from glowplug.core.step.to_host import BUFFERS, Copy, HostCopier
 
+pytest.importorskip("triton")
+from glowplug.kernels.launch.host_copy import copy_small
+
 
 def begin(copier: HostCopier, tensors: list[torch.Tensor]) -> Copy:
     copier.mark()
     return copier.begin(tensors)
 
 
+@pytest.fixture(params=["engine", "kernel"])
+def copier(request: pytest.FixtureRequest) -> HostCopier:
+    return HostCopier(copy_small if request.param == "kernel" else None)
+
+
 @pytest.mark.gpu
-def test_copies_keep_their_values_while_others_are_under_way() -> None:
-    copier = HostCopier()
+def test_copies_keep_their_values_while_others_are_under_way(copier: HostCopier) -> None:
     for size in (1, 5, 300):
         sent = [
             [
@@ -42,8 +49,8 @@ def test_copies_keep_their_values_while_others_are_under_way() -> None:
 
 
 @pytest.mark.gpu
-def test_beginning_does_not_wait_for_the_device() -> None:
-    copier, tensor = HostCopier(), torch.ones(4, device="cuda")
+def test_beginning_does_not_wait_for_the_device(copier: HostCopier) -> None:
+    tensor = torch.ones(4, device="cuda")
     for _ in range(BUFFERS):
         begin(copier, [tensor]).wait()
     torch.cuda.set_sync_debug_mode("error")
@@ -56,8 +63,8 @@ def test_beginning_does_not_wait_for_the_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timing
-def test_the_device_says_how_long_it_stood_still() -> None:
-    copier, tensor = HostCopier(), torch.rand(4096, 4096, device="cuda")
+def test_the_device_says_how_long_it_stood_still(copier: HostCopier) -> None:
+    tensor = torch.rand(4096, 4096, device="cuda")
     assert begin(copier, [tensor[:1]]).waited() == 0.0
     waits = []
     for pause in (0.0, 0.02, 0.0):
