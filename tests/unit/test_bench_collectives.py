@@ -21,11 +21,9 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import Quantized
 from glowplug.core.step.messages import Control, Reply, decode_inbound, encode
 from glowplug.entrypoints import bench
-from glowplug.entrypoints.bench.ranks import collectives, measured_rank, timing
+from glowplug.entrypoints.bench.ranks import collectives, measured_rank, rank_processes, timing
 from glowplug.entrypoints.bench.ranks.collectives import (
-    MeasuredProvider,
     Planner,
-    Ranks,
     measured_providers,
 )
 from glowplug.entrypoints.bench.ranks.exchange_times import (
@@ -36,6 +34,7 @@ from glowplug.entrypoints.bench.ranks.exchange_times import (
 )
 from glowplug.entrypoints.bench.ranks.expert_exchanges import ExchangedTokens
 from glowplug.entrypoints.bench.ranks.operations import ADD_NORM
+from glowplug.entrypoints.bench.ranks.rank_processes import MeasuredProvider, Ranks, captures
 from glowplug.entrypoints.checkpoints.cut_model import write_cut
 from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
 from glowplug.plugins.parallel.ep_moe import EpMoeOptions
@@ -357,7 +356,7 @@ def test_a_rank_that_fails_ends_its_provider_only(
 ) -> None:
     starts: list[int] = []
     monkeypatch.setattr(
-        collectives, "make_executor", lambda plan, plugins: FakeRanks(starts, fails=2)
+        rank_processes, "make_executor", lambda plan, plugins: FakeRanks(starts, fails=2)
     )
     config = {
         "model": "tiny-v3",
@@ -428,7 +427,7 @@ def test_exchanges_on_gpus_are_captured_where_the_plan_captures_steps(
             plan = planner.plan(provider)
         except PlanRefused:
             continue
-        captured[provider.label] = collectives.captures(plan, plugins)
+        captured[provider.label] = captures(plan, plugins)
         assert plan.sizes.max_step_tokens >= 4 * 1024
     eager = {label for label, found in captured.items() if not found}
     assert base.choice("collectives").name == "peer_memory"

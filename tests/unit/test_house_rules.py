@@ -52,7 +52,7 @@ ENVIRONMENT_ACCESS = {
     "core/startup/torch_allocator.py",
     "entrypoints/bench/others/turns.py",  # passes its own environment to a child process
     # runs in vLLM's interpreter: a switch that vLLM reads only there
-    "entrypoints/bench/others/vllm_steps.py",
+    "entrypoints/bench/peer_scripts/vllm_steps.py",
 }
 IDENTITY = {"name", "use", "algorithm"}
 METHODS = 6

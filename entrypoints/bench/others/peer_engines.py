@@ -2,7 +2,7 @@
 
 Each peer runs in an interpreter of its own, so that the pinned dependencies cannot conflict. Static
 batches are measured with the peer's own tool where there is one (SGLang's ``bench_one_batch``),
-else with ``vllm_steps.py`` in this folder.
+else with a script of ``bench.peer_scripts``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from glowplug.core.step.draft_counts import rates_of_length
+from glowplug.entrypoints.bench import peer_scripts
 from glowplug.entrypoints.bench.others.drafts import simulation_settings
 from glowplug.entrypoints.bench.others.layout import (
     ONE_GPU,
@@ -257,7 +258,7 @@ def _sglang_server(run: ServedRun) -> list[str]:
 
 def _vllm_static(run: StaticRun) -> list[str]:
     """Return the arguments of ``vllm_steps.py``."""
-    script = Path(__file__).with_name("vllm_steps.py")
+    script = Path(peer_scripts.__file__).with_name("vllm_steps.py")
     return [
         str(script),
         run.model,

@@ -3,29 +3,31 @@
 Starts the ranks of the layout, checks each result against a sum in float32, and times it: in CUDA
 graphs of several calls, or one by one on CPUs. The providers are the components of the slot
 "collectives" and, for the exchange of experts' tokens, the values of the option ``exchange`` of the
-strategy that divides the experts; this module names none of them.
+strategy that divides the experts; this module names none of them. SGLang's all-reduce may be
+measured after them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
 
-from glowplug.core.errors import EngineDead, GlowplugError, PlanRefused, Refusal
+from glowplug.core.errors import GlowplugError, PlanRefused, Refusal
 from glowplug.core.facts.machine import this_machine
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.component import Component
-from glowplug.core.plugin.offers import CollectiveOffers, GraphOffers, ParallelOffers
+from glowplug.core.plugin.offers import CollectiveOffers, ParallelOffers
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.startup.lone_rank import number_of_ranks, without_memory_limit
-from glowplug.core.step.messages import Control, Reply, decode_outbound, encode
 from glowplug.entrypoints.bench.others.conditions import conditions_apart
+from glowplug.entrypoints.bench.others.layout import SGLANG
+from glowplug.entrypoints.bench.ranks import peer
+from glowplug.entrypoints.bench.ranks.rank_processes import MeasuredProvider, Ranks, UnusableError
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
-from glowplug.entrypoints.front.open_engine import make_executor
 
 if TYPE_CHECKING:
     from glowplug.core.plan.plan import EnginePlan
@@ -66,6 +68,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens of each rank that are sent to their experts and back",
     )
+    group.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="sglang=PYTHON",
+        help="also measure SGLang's all-reduce; PYTHON: its interpreter, or a script that starts "
+        "one",
+    )
 
 
 def measure(
@@ -87,6 +97,28 @@ def measure(
         PlanRefused: the layout has one rank, or cannot run.
         ValueError: a size is not positive.
     """
+    _check(args, config, plugins)
+    python, versions = peer.given(args.peer)
+    write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
+    planner = Planner(args, config, plugins, folder)
+    base = planner.plan(MeasuredProvider("auto"))
+    if python is not None and base.device != "cuda":
+        raise ValueError("--peer needs GPUs")
+    found = _every_provider(planner, measured_providers(base, config, plugins, args), plugins)
+    if python is not None:
+        sizes = args.collective_bytes
+        found.add(SGLANG, lambda: list(peer.all_reduce_rows(python, base.ranks, sizes)))
+    about = {"model": config.get("model", "embedded"), "versions": versions}
+    return conditions_apart() | about | _layout(base) | asdict(found)
+
+
+def _check(args: argparse.Namespace, config: Mapping[str, Any], plugins: PluginSet) -> None:
+    """Check that there is something to measure.
+
+    Raises:
+        PlanRefused: the layout has one rank.
+        ValueError: a size is not positive, or there is none.
+    """
     sizes = [*args.collective_bytes, *args.exchange_tokens]
     if not sizes:
         raise ValueError("nothing to measure: give --collective-bytes or --exchange-tokens")
@@ -95,53 +127,59 @@ def measure(
     if number_of_ranks(config, plugins) == 1:
         refusal = Refusal(SOURCE, "parallel", "one rank exchanges nothing", "--tp 2, or more")
         raise PlanRefused([refusal], SOURCE)
-    write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
-    planner = Planner(args, config, plugins, folder)
-    base = planner.plan(MeasuredProvider("auto"))
-    rows: list[dict[str, Any]] = []
-    refused: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    with Ranks(plugins) as ranks:
-        for provider in measured_providers(base, config, plugins, args):
-            try:
-                rows += ranks.measure(provider, planner.plan(provider), planner.work(provider))
-            except PlanRefused as error:
-                refused[provider.label] = "; ".join(refusal.reason for refusal in error.refusals)
-            except UnusableError as error:
-                refused[provider.label] = str(error)
-            except GlowplugError as error:
-                failed[provider.label] = str(error)
+
+
+def _layout(base: EnginePlan) -> dict[str, Any]:
+    """Return the record's entries that describe a plan."""
     devices = base.facts.hardware.devices
-    return conditions_apart() | {
-        "model": config.get("model", "embedded"),
+    return {
         "hidden": base.facts.model.hidden_size,
         "dtype": base.dtype,
         "mesh": base.mesh,
         "chosen": base.choice("collectives").name,
         "gpu": devices[0].name if base.device == "cuda" and devices else base.device,
-        "rows": rows,
-        "refused": refused,
-        "failed": failed,
     }
 
 
-class UnusableError(GlowplugError):
-    """The reason why a provider cannot exchange on this machine."""
-
-
-@dataclass(frozen=True)
-class MeasuredProvider:
-    """One provider to measure.
+@dataclass
+class Measured:
+    """The rows of all providers.
 
     Attributes:
-        label: the provider's name in the tables.
-        overrides: changed sections of the configuration.
-        exchanges: True: the exchange of experts' tokens is measured; False: sums and gathers are.
+        rows: the rows.
+        refused: reason for each provider that cannot run.
+        failed: reason for each provider that failed.
     """
 
-    label: str
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    exchanges: bool = False
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def add(self, label: str, measured: Callable[[], list[dict[str, Any]]]) -> None:
+        """Add the rows that ``measured`` returns, or the reason why it raises."""
+        try:
+            self.rows += measured()
+        except PlanRefused as error:
+            self.refused[label] = "; ".join(refusal.reason for refusal in error.refusals)
+        except UnusableError as error:
+            self.refused[label] = str(error)
+        except GlowplugError as error:
+            self.failed[label] = str(error)
+
+
+def _every_provider(
+    planner: Planner, providers: Iterable[MeasuredProvider], plugins: PluginSet
+) -> Measured:
+    """Measure this engine's providers one after the other, in one set of rank processes."""
+    found = Measured()
+    with Ranks(plugins) as ranks:
+        for provider in providers:
+            found.add(provider.label, partial(_measured, ranks, planner, provider))
+    return found
+
+
+def _measured(ranks: Ranks, planner: Planner, provider: MeasuredProvider) -> list[dict[str, Any]]:
+    return ranks.measure(provider, planner.plan(provider), planner.work(provider))
 
 
 def measured_providers(
@@ -317,78 +355,3 @@ class Planner:
             "sizes": [] if provider.exchanges else self._sizes,
             "tokens": self._tokens if provider.exchanges else [],
         }
-
-
-class Ranks:
-    """The rank processes; a context manager that ends them.
-
-    The executor of the first measured plan starts them. After a failure they are started anew.
-
-    Args:
-        plugins: the loaded plugins.
-    """
-
-    def __init__(self, plugins: PluginSet) -> None:
-        self._plugins = plugins
-        self._executor: Any = None
-        self._messages = 0
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end()
-
-    def measure(
-        self, provider: MeasuredProvider, plan: EnginePlan, work: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Measure a plan on all ranks and return the rows.
-
-        Raises:
-            EngineDead: a rank has failed.
-            UnusableError: the plan's components cannot exchange on this machine.
-            GlowplugError: a result is wrong.
-        """
-        try:
-            reply = self._asked(plan, {**work, "captured": captures(plan, self._plugins)})
-        except EngineDead:
-            self._end()
-            raise
-        if not reply.ok:
-            raise (GlowplugError if reply.data["wrong"] else UnusableError)(reply.error)
-        layout = {"mesh": plan.mesh} if provider.exchanges else {}
-        return [{"provider": provider.label, **row, **layout} for row in reply.data["rows"]]
-
-    def _asked(self, plan: EnginePlan, work: Mapping[str, Any]) -> Reply:
-        """Send the ranks a plan, and return rank 0's reply."""
-        from glowplug.entrypoints.bench.ranks import measured_rank
-
-        if self._executor is None:
-            self._executor = make_executor(plan, self._plugins)
-            self._executor.start(plan, measured_rank.build)
-        self._messages += 1
-        given = {**work, "plan": plan.to_json().decode()}
-        self._executor.submit(encode([Control(self._messages, "measure", given)]))
-        while True:
-            frame = self._executor.outputs(None)  # None after a heartbeat
-            for message in decode_outbound(frame) if frame else []:
-                if isinstance(message, Reply) and message.id == self._messages:
-                    return message
-
-    def _end(self) -> None:
-        """Stop the ranks, if they run."""
-        if self._executor is not None:
-            self._executor.stop()
-        self._executor = None
-
-
-def captures(plan: EnginePlan, plugins: PluginSet) -> bool:
-    """Return whether the plan's steps are captured in graphs."""
-    found = plugins.find("graphs", plan.choice("graphs").name)
-    offers = found.component.offers if found is not None else None
-    return isinstance(offers, GraphOffers) and bool(offers.captures)

@@ -1,0 +1,1 @@
+"""Scripts that run in the interpreters of other engines and import nothing of this one."""
