@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from glowplug.core.errors import GlowplugError, PlanRefused, PluginLoadError
 from glowplug.entrypoints.cli.exit_codes import FAILED, OK, REFUSED
 from glowplug.entrypoints.cli.flags.parser import Parser
+from glowplug.entrypoints.cli.sigterm import exit_at_sigterm
 from glowplug.entrypoints.cli.usage import command_list
 
 
@@ -164,22 +163,8 @@ def _run(name: str, words: Sequence[str]) -> int:
     args = parser.parse_args(list(words))
     if not command.starts_programs:
         return int(module.run(args))
-    with _exit_at_sigterm():
+    with exit_at_sigterm():
         return int(module.run(args))
-
-
-@contextmanager
-def _exit_at_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that context managers end the programs they started."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _plugin_command(name: str, words: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from glowplug.entrypoints.cli.sigterm import exit_at_sigterm
 from tests.gpu.eight_gpus import (
     ACCEPT_LENGTH,
     EAGER,
@@ -204,7 +205,7 @@ def _ablation(folder: Path, setup: Setup, load: Load) -> Run:
 
 
 def measure(run: Run, folder: Path, limit: float) -> dict[str, Any]:
-    """Run a program and return its entry of the record.
+    """Run a program and return its entry of the record. SIGTERM ends it, too.
 
     Args:
         run: the program.
@@ -215,7 +216,7 @@ def measure(run: Run, folder: Path, limit: float) -> dict[str, Any]:
     log = folder / "logs" / f"{run.result.parent.name}-{run.result.stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with log.open("w", encoding="utf-8") as file:
+    with log.open("w", encoding="utf-8") as file, exit_at_sigterm():
         program = subprocess.Popen(
             [sys.executable, *run.words],
             stdout=file,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +139,31 @@ def test_a_run_ends_at_its_limit_with_the_processes_that_it_started(tmp_path: Pa
     found = measure(script(tmp_path, text), tmp_path, 2.0)
     assert found["state"] == "limit"
     (pid,) = map(int, found["log"])
+    until(lambda: ended(pid), f"the end of process {pid}")
+
+
+def ended(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
-    def ended() -> bool:
-        return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
-    until(ended, f"the end of process {pid}")
+def test_sigterm_ends_the_run_too(tmp_path: Path) -> None:
+    run = script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    text = (
+        "from pathlib import Path; from tests.gpu.eight_gpus_runs import Run, measure; "
+        f"measure(Run({run.name!r}, {run.words!r}, Path({str(run.result)!r}), 60.0), "
+        f"Path({str(tmp_path)!r}), 60.0)"
+    )
+    path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    log = tmp_path / "logs" / f"{tmp_path.name}-one.log"
+    with subprocess.Popen(
+        [sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": path}
+    ) as program:
+        until(lambda: log.exists() and log.read_text().strip(), "the start of the run")
+        program.terminate()
+        assert program.wait(60.0) == 128 + signal.SIGTERM
+    pid = int(log.read_text())
+    until(lambda: ended(pid), f"the end of process {pid}")
 
 
 def test_runs_that_are_done_are_not_repeated(
