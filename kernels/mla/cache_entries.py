@@ -28,7 +28,7 @@ def put(target, value, FP8: tl.constexpr, inside):
     tl.store(target, value.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["kv_slots"])
 def _store(
     latent,
     k_rope,
@@ -54,7 +54,7 @@ def _store(
     put(cache + tl.load(kv_slots + token) * cache_slot + column, value, FP8, column < LORA + ROPE)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["kv_slots"])
 def _gather(
     cache,
     kv_slots,

@@ -26,7 +26,10 @@ ROTATED_HEADS = 16  #: query heads that one program rotates
 UK_COLUMNS = 64  #: columns of one head's W_UK GEMM per program
 
 
-@triton.jit(do_not_specialize=["tokens", "decode", "heads"])
+@triton.jit(
+    do_not_specialize=["tokens", "decode", "heads"],
+    do_not_specialize_on_alignment=["kv_slots"],  # of rows that may begin anywhere in a batch
+)
 def _prologue(
     query,
     compressed,
