@@ -20,6 +20,9 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 
 TOKENS_MAX = 128  #: most tokens that the kernel supports
+#: numbers of ranks whose equal slices of a head use its table. NOTE: programs are the same, only
+#: fewer; cuBLAS took 71 us for half of V2-Lite's head, whose bytes take 49 (8 rows, traced on H200)
+SLICES = (1, 2, 4, 8, 16)
 
 
 @triton.jit
@@ -105,13 +108,17 @@ def tiles_kernel(
 def lm_head_config(tokens: int, size: int, depth: int) -> Config | None:
     """Return the configuration for x [tokens, depth] and W [size, depth]; None: use cuBLAS.
 
-    The configuration is that of this card's tuned table for the nearest token count. The key "way"
-    is "cublas" or "tiles" (then with BLOCK_N, BLOCK_K, TMA, FETCH, num_warps, num_stages).
+    The configuration is that of this card's tuned table for the nearest token count: of W's own
+    table, else of that of a head of which W is a rank's slice. The key "way" is "cublas" or "tiles"
+    (then with BLOCK_N, BLOCK_K, TMA, FETCH, num_warps, num_stages).
     """
     if not 0 < tokens <= TOKENS_MAX:
         return None
-    found = tuned_tables.measured_for(tuned_tables.head_file_name(size, depth), tokens)
-    return None if found is None or found["way"] == tuned_tables.CUBLAS else found
+    for ranks in SLICES:
+        found = tuned_tables.measured_for(tuned_tables.head_file_name(ranks * size, depth), tokens)
+        if found is not None:
+            return None if found["way"] == tuned_tables.CUBLAS else found
+    return None
 
 
 def lm_head_fits(x: Tensor, weight: Tensor) -> bool:

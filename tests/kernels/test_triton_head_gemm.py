@@ -94,6 +94,16 @@ def test_cublas_is_used_without_a_table(own_tables: Path) -> None:
     assert head_gemm.lm_head_config(32, 1000, 72) is None
 
 
+def test_a_slice_of_the_vocabulary_uses_the_table_of_the_whole_head(own_tables: Path) -> None:
+    ours, other = tiles(64, 64, True), tiles(32, 64, True)
+    tuned.keep(own_tables / tuned.head_file_name(2000, 64), {8: ours, 32: {"way": "cublas"}})
+    tuned.keep(own_tables / tuned.head_file_name(500, 64), {8: other})
+    forget()
+    found = {size: head_gemm.lm_head_config(8, size, 64) for size in (2000, 1000, 500, 250, 400)}
+    assert found == {2000: ours, 1000: ours, 500: other, 250: other, 400: None}
+    assert head_gemm.lm_head_config(32, 1000, 64) is None
+
+
 def test_supported_dtypes_and_shapes() -> None:
     x, weight = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
     assert head_gemm.lm_head_fits(x, weight)
