@@ -107,7 +107,7 @@ class RankBuilder:
     def _engine(self, runner: Runner, context: BuildContext, costs: DraftCosts | None) -> Engine:
         """Bind the scheduler and return the engine.
 
-        ``costs``: those by which steps choose the size of their drafts; None: all have one size.
+        ``costs``: costs by which steps choose their draft shape; None: all steps have the same one.
         """
         self.phases.end()
         scheduler = self.component("scheduler")
@@ -163,8 +163,10 @@ class RankBuilder:
     ) -> tuple[BuildContext, ModelFamily]:
         """Return the context and the family that build a draft model.
 
-        A whole model has its own. Other drafts have the target's, with facts of their folder, if
-        any. Their cache layers follow the target's, or family and attention are their own.
+        A draft that is a whole model has its own context and family. Any other draft shares the
+        target's context, with the facts of the draft's folder if it has one. Its family and
+        attention are its own if the plan has ``draft_choices``; otherwise they are the target's,
+        and the draft's cache layers follow the target's.
         """
         plan = self.plan
         facts = plan.facts
@@ -274,8 +276,8 @@ class RankBuilder:
     def info(self, parallel: ParallelStack) -> dict[str, Any]:
         """Return this rank's part of /server_info.
 
-        These are the times of its start, the bytes of each budget line and, if ranks share the
-        experts, how many of this rank's tokens chose each expert, by layer.
+        It has the times of the start, the bytes of each budget line and, if ranks share the
+        experts, the number of this rank's tokens that chose each expert, by layer.
 
         On the CPU only the touched pages of the KV pool count.
         """
@@ -300,7 +302,7 @@ def build_rank(
 ) -> Engine:
     """Build one rank and return its engine, ready to serve.
 
-    If start-up fails, the last reported phase failed.
+    If start-up fails, the last reported phase is the one that failed.
 
     Args:
         rank: number of the rank.
@@ -329,7 +331,7 @@ def start_rank(
         make_builder: class of the builder.
         worker: the rank.
         report: see ``build_rank``.
-        note: see ``report``.
+        note: see ``build_rank``.
 
     Raises:
         GlowplugError: the loaded plugins are not the plan's, or a phase failed.

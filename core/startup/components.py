@@ -1,4 +1,4 @@
-"""Construction of a worker, and of a plan's plugins and runtime objects in it."""
+"""Construction of a rank's worker, plugins and runtime objects from a plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from glowplug.core.step.graph_pieces import DraftExtend
 def build_component(plugins: PluginSet, choice: Choice, plan: EnginePlan, worker: Any) -> Any:
     """Return the runtime object of a choice: ``factory(options, plan, worker)``.
 
-    The options are parsed again, and the factory is imported. The object is checked to have the
+    The options are parsed again, the factory is imported, and the object is checked for the
     members of the slot's protocol.
 
     Raises:
@@ -266,9 +266,11 @@ def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
 
 
 def write_exchange_table(plugins: PluginSet, record: Mapping[str, Any]) -> Path | None:
-    """Write the table of measured exchanges that collectives choose by, and return its path.
+    """Write the table of measured exchanges by which collectives choose, and return its path.
 
-    ``record``: of ``bench kernels --collectives``; it names the collectives.
+    Args:
+        plugins: the loaded plugins.
+        record: a record of ``bench kernels --collectives``, which names the collectives.
 
     Returns:
         None if these collectives have no table, or the record has no time for one.
@@ -281,12 +283,12 @@ def write_exchange_table(plugins: PluginSet, record: Mapping[str, Any]) -> Path 
 
 
 def write_layout_table(plugins: PluginSet, plan: EnginePlan, record: Mapping[str, Any]) -> Path:
-    """Write the table of measured layouts that a strategy's size is decided by; return its path.
+    """Write the table of measured layouts that decides a strategy's size, and return its path.
 
     Args:
         plugins: the loaded plugins.
         plan: the plan of one of the layouts.
-        record: of ``tune parallel``; it names the strategy, which offers ``auto_size``.
+        record: a record of ``tune parallel``, which names a strategy that offers ``auto_size``.
     """
     offers = plugins.offers("parallel", record["strategy"])
     assert isinstance(offers, ParallelOffers) and offers.auto_size is not None

@@ -20,13 +20,13 @@ def settle_memory() -> None:
 
 
 def give_memory_back(gauge: Gauge) -> None:
-    """Collect garbage and return the device's unused memory, so that other engines can have it.
+    """Collect garbage and release the device's unused memory, so that other engines can use it.
 
     Nothing happens on a host without a device.
 
-    NOTE: an engine's parts refer to one another, and allocating the next engine's first tensors
-    does not trigger a collection. With two engines of V3's shape, one after the other in a process,
-    the second ran out of memory.
+    NOTE: the parts of an engine form reference cycles, and allocating the next engine's first
+    tensors does not trigger a collection. When two engines of V3's shape ran one after the other in
+    a process, the second ran out of memory.
     """
     if gauge.measures:
         gc.collect()

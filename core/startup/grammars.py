@@ -1,4 +1,4 @@
-"""Construction of a rank's grammars, and of what compiles them.
+"""Construction of a rank's grammars and of the builder that compiles them.
 
 Torch is imported for ranks only.
 """
@@ -33,7 +33,7 @@ def grammar_kinds(plan: EnginePlan, plugins: PluginSet | None) -> frozenset[str]
 
 
 def grammar_options(plan: EnginePlan) -> GrammarOptions:
-    """Return the options that all libraries have."""
+    """Return the options that are common to all grammar libraries."""
     choices = plan.choices_in("grammar")
     options = choices[0].options if choices else {"use": "none"}
     return GrammarOptions.model_validate(
@@ -42,7 +42,7 @@ def grammar_options(plan: EnginePlan) -> GrammarOptions:
 
 
 def grammar_builder(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> GrammarBuilder:
-    """Return what compiles the plan's grammars; the tokenizer is opened with the first one."""
+    """Return the builder of the plan's grammars; the first grammar opens the tokenizer."""
     backend: GrammarBackend = build_component(plugins, plan.choice("grammar"), plan, worker)
 
     def opened() -> Tokenizer:

@@ -1,10 +1,10 @@
 """Measurement of the error of an 8-bit KV cache, before the real cache is made.
 
-Start-up is refused if the error is too large. The same steps run over two small pools, one in the
-plan's format and one in the compute dtype. The first step computes prompts of random token ids, the
-second one more token behind each prompt; the logits of that token are compared. The second step is
-a decode step, so that the rounding of a backend's decode kernel is measured too (of queries, for
-example). With speculation the second step is a prefill step.
+Start-up fails if the error is too large. The same steps run over two small pools, one in the plan's
+format and one in the compute dtype. The first step computes prompts of random token ids. The second
+step computes one more token after each prompt, whose logits are compared. It is a decode step, so
+that the rounding in a backend's decode kernel (of queries, for example) is measured too; with
+speculation, it is a prefill step.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _layouts(runner: Runner, plan: EnginePlan) -> tuple[KVLayout, KVLayout]:
 
 
 def _next_logits(runner: Runner, pages: NDArray[np.int32], ids: NDArray[np.int32]) -> Tensor:
-    """Return the logits of each row's last token, which reads the tokens before it from the cache.
+    """Return the logits of each row's last token, computed over a cache of the tokens before it.
 
     Args:
         pages: page numbers of the rows, int32 [rows, pages].

@@ -136,14 +136,14 @@ def _mistyped(
 def _readable(stored: str, fixed: str | None) -> bool:
     """Return whether a target of dtype ``fixed`` can be loaded from the dtype ``stored``.
 
-    If ``fixed`` is None, every floating-point type but those of 8 bits can be loaded: 8-bit floats
-    mean nothing without their scales.
+    If ``fixed`` is None, every floating-point type except those of 8 bits can be loaded: 8-bit
+    floats are meaningless without their scales.
     """
     return stored == fixed if fixed is not None else stored in FLOATING_DTYPES
 
 
 def _listed(names: list[str]) -> str:
-    """Return the first few names, and the number of the others, as one text."""
+    """Return the first names and the number of the others as text."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more
 

@@ -59,7 +59,7 @@ def plan_of_ranks(
 
 
 def number_of_ranks(config: Mapping[str, Any], plugins: PluginSet) -> int:
-    """Return the number of ranks of ``config``; 1 if its strategies are malformed."""
+    """Return the number of ranks of ``config``; malformed strategies count as one rank."""
     sizes = []
     listed = config.get("parallel")
     for section in listed if isinstance(listed, list) else []:
@@ -98,7 +98,7 @@ def lone_context(plan: EnginePlan, plugins: PluginSet, rank: int = 0) -> BuildCo
 
 
 def _collectives(plan: EnginePlan, plugins: PluginSet, rank: int) -> Collectives:
-    """Return the stand-in for the plan's collectives, which sums in norms if these do."""
+    """Return the stand-in for the plan's collectives, with sums in norms if the plan has them."""
     offers = plugins.offers("collectives", plan.choice("collectives").name)
     in_norm = isinstance(offers, CollectiveOffers) and offers.sums_in_norm
     return (LoneRankSumsInNorm if in_norm else LoneRank)(plan.mesh, rank)

@@ -1,8 +1,8 @@
-"""Measurement of a rank's memory while it starts, and the KV pool made of what is left.
+"""Measurement of a rank's memory during start-up, and construction of its KV pool.
 
 On a device, steps of the largest admitted shapes run first, over a pool of a few pages. Afterwards
-their memory is known, kernels are compiled and libraries have their workspaces, so that the pool
-can have the rest of the memory, apart from a reserve.
+their memory is known, kernels are compiled and libraries have their workspaces. The KV pool can
+then have the rest of the memory, except for a reserve.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RUNTIME_LINE = "cuda runtime"  #: name of a budget line
 #: memory that steps claim with expandable segments, as a multiple of the largest step's: later
 #: steps of fewer tokens fragment it (V3 on an H200: 5% more, 144 MiB more than its share)
 FRAGMENTATION_FACTOR = 1.1
-#: ways out of an out-of-memory error during start-up
+#: fixes for an out-of-memory error during start-up
 OUT_OF_MEMORY_FIXES = (
     "a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, "
     "a smaller memory.fraction or memory.static_fraction, more memory.reserve_bytes"
@@ -104,7 +104,7 @@ class RankMemory:
         beside = sum(line.bytes for line in self.plan.budget if line.name in PAGE_LINES)
         page_bytes = layout.page_bytes + beside // sizes.num_pages
         pages = pages_that_fit(self.plan, measured, page_bytes, self.meter.lines)
-        # NOTE: the minimum over ranks: schedulers that decide alike need equal pools
+        # NOTE: the minimum over ranks, because schedulers decide alike only with equal pools
         agreed = int(collectives.all_gather_numbers(np.array([pages], np.int64)).min())
         self.plan = replace(self.plan, sizes=replace(sizes, num_pages=agreed))
         return measured
@@ -179,7 +179,7 @@ class RankMemory:
         self._workspace_bytes = meter.lines[RUNTIME_LINE]  # libraries' workspaces in torch's memory
         most_logits(runner, self.plan)
         gauge.settle()
-        meter.mark("sampling state")  # it grows with the rows' sampling features, and stays
+        meter.mark("sampling state")  # grows with the rows' sampling features, is never released
         steps = [self._peak(runner, line, run) for line, run in self._steps(runner)]
         graphs = self._graphs(runner)
         meter.lines[RUNTIME_LINE] += meter.outside
@@ -209,7 +209,7 @@ class RankMemory:
             return self._claims(runner, run)
 
     def _claims(self, runner: Runner, run: Callable[[], None]) -> int:
-        """Run ``run`` and return the bytes that it claims at its peak and gives back.
+        """Call ``run`` and return the bytes that it claims at its peak and releases.
 
         Bytes claimed before or afterwards do not count.
         """
@@ -226,8 +226,8 @@ class RankMemory:
         These are the pool that all graphs share, the tensors kept beside it, and the driver's
         memory.
 
-        NOTE: a step is captured at the longest context, because every replay uses its kernels' KV
-        splits.
+        NOTE: steps are captured at the longest context, because every replay uses the number of KV
+        splits of the captured kernels.
         """
         shapes = runner.graphs.shapes(self.plan)
         if not shapes:
@@ -261,7 +261,7 @@ class RankMemory:
     def test(self, runner: Runner, parallel: ParallelStack) -> None:
         """Run the self-test over the real pool.
 
-        On a device the largest steps and a mask of a grammar run too, to pay their first-use costs.
+        On a device, the largest steps and a grammar's mask run too, for their first-use costs.
         """
         with self.naming("self-test"):
             warm_up(runner, self.plan, parallel.router())
@@ -283,7 +283,7 @@ class RankMemory:
     def naming(self, phase: str) -> Iterator[None]:
         """Turn an out-of-memory error in the context into a GlowplugError.
 
-        The message has ``phase`` and the bytes measured so far.
+        The message names ``phase`` and the bytes measured so far.
         """
         try:
             yield
@@ -299,7 +299,7 @@ class RankMemory:
         Returns:
             For each line ``planned`` (the plan's number) and ``measured`` (before the KV pool was
             made); some lines also have ``served`` (measured with the whole pool allocated). On a
-            device the key ``step`` is added; its ``served`` is the most since the rank was ready.
+            device the key ``step`` is added, whose ``served`` is the peak since the rank was ready.
         """
         planned = {line.name: line.bytes for line in self.plan.budget}
         lines: dict[str, dict[str, int | None]] = {}

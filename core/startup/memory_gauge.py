@@ -41,7 +41,7 @@ class Gauge(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for the device and give back memory that is claimed and not held."""
+        """Wait for the device and release claimed memory that is not held."""
         ...
 
     def device(self) -> tuple[int, int]:
@@ -135,8 +135,7 @@ class MemoryMeter:
 
     Attributes:
         lines: bytes measured before the port opens.
-        again: second measurements, for lines that are also measured under the conditions of
-            service.
+        again: second measurements of some lines, taken once the KV pool has its full size.
     """
 
     def __init__(self, gauge: Gauge) -> None:
@@ -171,7 +170,7 @@ class MemoryMeter:
     def taking(self, line: str) -> Iterator[None]:
         """Measure the fall of the device's free memory within the context, as ``line``.
 
-        The fall counts whichever library or process took the memory.
+        The memory counts whichever library or process took it.
         """
         self.gauge.settle()
         before, _ = self.gauge.device()

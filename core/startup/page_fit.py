@@ -1,7 +1,8 @@
 """The KV pool's size, from the free memory of a device after weights and largest steps.
 
-This module only calculates; readings come from ``MemoryMeter``. If the plan predicted too little,
-start-up ends here, before the port opens, with names and numbers.
+This module only calculates; the measurements come from ``MemoryMeter``. If the plan predicted too
+little memory, start-up fails here, before the port opens, with an error that lists the measured and
+the planned bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class MeasuredMemory:
     Attributes:
         total: size of the device.
         free: free bytes, with nothing cached by the allocator.
-        step: most bytes that a step takes and gives back.
+        step: most bytes that a step claims and releases.
         graphs: bytes that captured graphs will take.
     """
 
@@ -32,7 +33,7 @@ class MeasuredMemory:
     graphs: int = 0
 
     def for_cache(self, fraction: float | None, reserve: int) -> int:
-        """Return the bytes for the KV pool; below 0 if there is too little for the steps alone.
+        """Return the bytes for the KV pool; below 0 if even the steps do not fit.
 
         Args:
             fraction: share of the device that the engine may use; None: all but ``CUDA_RESERVE``.

@@ -56,11 +56,11 @@ class Phases:
             self._report(self._running, 0, 1)
 
     def end(self) -> None:
-        """Note that the start is over; compilers are then an exception worth a log line."""
+        """End the start: Triton kernels compiled from now on are logged."""
         self._compilers.end_start()
 
     def times(self) -> dict[str, Any]:
-        """Return the seconds of each phase, and those in compilers during the phases and since."""
+        """Return the seconds of each phase, and the seconds spent in compilers until now."""
         return {"startup_seconds": self.seconds, "compile_seconds": self._compilers.seconds}
 
     def progress(self, name: str) -> Callable[[int, int], None]:
@@ -80,7 +80,7 @@ class Phases:
 def rate(size: int, seconds: float) -> str:
     """Return a number of bytes and its rate as text: "31.4 GB, 15.2 GB/s" or "34.5 MB, 0.2 GB/s".
 
-    Units are decimal, as memory and disks are sold.
+    Units are decimal.
     """
     amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
     return f"{amount}, {size / 1e9 / max(seconds, 1e-9):.3g} GB/s"

@@ -1,7 +1,7 @@
 """The choice between fixed and expandable segments of torch's CUDA allocator.
 
 A fixed segment keeps its size, so that a large tensor cannot take the place of two smaller ones in
-two segments. An expandable segment is a range of addresses to which memory is mapped as it is
+different segments. An expandable segment is a range of addresses to which memory is mapped as it is
 needed (torch's ``expandable_segments``).
 """
 
@@ -25,7 +25,7 @@ SETTINGS_FUNCTION = "_accelerator_setAllocatorSettings"
 class _Process:
     """The allocator setting now in force in this process.
 
-    It is remembered because an earlier engine in the process may have set the allocator otherwise.
+    An earlier engine of the process may have chosen otherwise, so the setting is stored.
     """
 
     expandable_segments = False

@@ -1,8 +1,8 @@
 """Steps on the scratch page, run before any request.
 
-The self-test is a short prefill, a longer one and one decode step. It pays first-use costs and
-refuses a model whose logits are not finite before any client sees them. Ranks run the same steps
-together; groups of ranks also run one step in which only the first group has work.
+The self-test is a short prefill, a longer one and one decode step. First-use costs arise in it
+instead of in a request, and the start fails if the model's logits are not finite. Ranks run the
+same steps together; groups of ranks also run one step in which only the first group has work.
 
 The largest admitted steps are run to measure memory.
 """
@@ -33,7 +33,7 @@ WARM_TOKENS_ON_CPU = 256
 #: tokens of the shortest self-test prefill; it runs other kernels, and a captured pass if any
 SHORT_TOKENS = 13
 FEW_PAGES = 2  #: pages of the KV pool that are enough for every step here
-#: chunks cached before the chunk whose memory is measured; backends read longer prefixes in pieces
+#: chunks cached before the chunk whose memory is measured; backends read longer prefixes in parts
 CACHED_CHUNKS = 1
 #: parameters that use every feature of the sampler at once
 ALL_SAMPLING_FEATURES = SamplingParams(

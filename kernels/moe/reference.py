@@ -54,9 +54,8 @@ def experts_host(
         return torch.zeros_like(x)
     if tokens == 1 or (pairs <= MAX_PAIRWISE and pairs * 2 <= experts):
         return _pairwise(x, w13, w2, ids, weights, activate)
-    flat = ids.numpy().ravel()
-    order = np.argsort(flat, kind="stable")
-    y = _grouped(x, w13, w2, order // width, np.bincount(flat, minlength=experts), activate)
+    order, counts = _by_expert(ids.numpy().ravel(), experts)
+    y = _grouped(x, w13, w2, order // width, counts, activate)
     place = np.empty(pairs, np.int64)
     place[order] = np.arange(pairs)
     y = y.index_select(0, torch.from_numpy(place)).view(tokens, width, -1)
@@ -99,12 +98,27 @@ def experts_some_host(
     out = torch.zeros(x.shape, dtype=torch.float32)
     if not len(here):
         return out.to(x.dtype)
-    pairs = here[np.argsort(chosen[here], kind="stable")]
+    order, counts = _by_expert(chosen[here], w13.shape[0])
+    pairs = here[order]
     tokens = pairs // ids.shape[1]
-    counts = np.bincount(chosen[here], minlength=w13.shape[0])
     y = _grouped(x, w13, w2, tokens, counts, activate)
     y = y * weights.flatten().index_select(0, torch.from_numpy(pairs)).unsqueeze(1)
     return out.index_add_(0, torch.from_numpy(tokens), y).to(x.dtype)
+
+
+def _by_expert(
+    chosen: NDArray[np.int64], experts: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sort (token, expert) pairs by expert; pairs of one expert keep their order.
+
+    Args:
+        chosen: the expert of each pair, at least 0, [P].
+        experts: number of experts, E.
+
+    Returns:
+        The indices of the pairs in sorted order, [P], and the number of pairs of each expert, [E].
+    """
+    return np.argsort(chosen, kind="stable"), np.bincount(chosen, minlength=experts)
 
 
 def _grouped(

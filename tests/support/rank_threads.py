@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +40,7 @@ def on_ranks(mesh: Mapping[str, int], backend: str, body: Callable[[Any, int], A
             else Gloo(GlooOptions(timeout=30), plan, worker, store)
         )
         try:
-            with MEETINGS[address].turn(rank) if backend == "threads" else nullcontext():
+            with MEETINGS[address].turn(rank, backend):
                 return body(held, rank)
         except BaseException:
             MEETINGS[address].end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
@@ -85,39 +86,62 @@ def grown_pool_bytes(step: int, logits: int, passing: int) -> int:
     return pool_bytes(decoding, passing, expandable=True) + min(PASS_SLACK, decoding)
 
 
-def kept_bytes(
-    model: ModelFacts,
-    sizes: Sequence[int],
-    counts: Sequence[int],
-    columns: int,
-    element: int,
-    expandable: bool = False,
-    extends: Sequence[int] = (),
-    head_ranks: int = 1,
-) -> int:
-    """Return the bytes that graphs keep beside their pool.
+@dataclass(frozen=True)
+class GraphSet:
+    """Numbers of one rank's captured graphs that decide their memory beside the pool.
 
-    These are a page table for each batch size, the results of attention in the largest pass, the
-    inputs of the largest draft pass, and a workspace.
-
-    Args:
-        sizes: captured batch sizes.
-        counts: captured token counts.
+    Attributes:
+        model: facts of the model.
+        batch_sizes: captured batch sizes.
+        pass_tokens: captured token counts of passes with prompts.
+        extend_tokens: captured token counts of the draft's pass over a step's tokens.
+        drafts: number of passes of the draft model before a step, the mean over the captured steps.
         columns: columns of a page table.
         element: bytes of an element in the compute dtype.
         expandable: the allocator uses expandable segments.
-        extends: captured token counts of the draft's pass over a step's tokens.
         head_ranks: number of ranks that share the attention heads.
     """
-    width = -(-model.num_heads // head_ranks) * (model.sizes.value or model.head_dim) * element
-    begins = max(extends, default=0) * (model.hidden_size * element + EXTEND_INDEX_BYTES)
-    return (
-        STREAM
-        + SEGMENT_SLACK * expandable
-        + sum(sizes) * columns * 4
-        + max(counts, default=0) * width
-        + begins
-    )
+
+    model: ModelFacts
+    batch_sizes: Sequence[int]
+    pass_tokens: Sequence[int]
+    extend_tokens: Sequence[int]
+    drafts: float
+    columns: int
+    element: int
+    expandable: bool
+    head_ranks: int
+
+    @property
+    def bytes_beside_pool(self) -> int:
+        """Bytes that the driver and the graphs take beside the graphs' pool."""
+        driver = driver_bytes(
+            len(self.batch_sizes),
+            self.model.num_layers,
+            len(self.pass_tokens),
+            self.drafts,
+            len(self.extend_tokens),
+        )
+        return driver + self._kept_bytes
+
+    @property
+    def _kept_bytes(self) -> int:
+        """Bytes that graphs keep beside their pool.
+
+        These are a page table for each batch size, the results of attention in the largest pass,
+        the inputs of the largest draft pass, and a workspace.
+        """
+        model = self.model
+        heads = -(-model.num_heads // self.head_ranks)
+        width = heads * (model.sizes.value or model.head_dim) * self.element
+        extend_width = model.hidden_size * self.element + EXTEND_INDEX_BYTES
+        return (
+            STREAM
+            + SEGMENT_SLACK * self.expandable
+            + sum(self.batch_sizes) * self.columns * 4
+            + max(self.pass_tokens, default=0) * width
+            + max(self.extend_tokens, default=0) * extend_width
+        )
 
 
 def graph_line(
@@ -136,26 +160,20 @@ def graph_line(
     shapes = proposal.values.draft_shapes
     batch_sizes = captured.batch_sizes * len(shapes) + captured.short_rows
     context = proposal.config.context_length or model.max_positions
-    driver = driver_bytes(
-        len(batch_sizes),
-        model.num_layers,
-        len(captured.pass_tokens),
-        mean_passes(shapes, whole.facts.model.num_layers if whole is not None else 0),
-        len(captured.extend_tokens),
-    )
-    kept = kept_bytes(
-        model,
-        batch_sizes,
-        captured.pass_tokens,
-        context // PAGE + 1,
-        DTYPE_BYTES[proposal.values.dtype],
-        proposal.values.expandable_segments,
-        captured.extend_tokens,
-        axis_size("attn_tp", proposal.values.mesh),
+    graphs = GraphSet(
+        model=model,
+        batch_sizes=batch_sizes,
+        pass_tokens=captured.pass_tokens,
+        extend_tokens=captured.extend_tokens,
+        drafts=mean_passes(shapes, whole.facts.model.num_layers if whole is not None else 0),
+        columns=context // PAGE + 1,
+        element=DTYPE_BYTES[proposal.values.dtype],
+        expandable=proposal.values.expandable_segments,
+        head_ranks=axis_size("attn_tp", proposal.values.mesh),
     )
     pool = _pool_bytes(proposal, captured, step_bytes)
     how = _described(captured, len(shapes))
-    return BudgetLine("graphs", driver + kept + pool, f"{how}, one pool")
+    return BudgetLine("graphs", graphs.bytes_beside_pool + pool, f"{how}, one pool")
 
 
 def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[int], int]) -> int:
@@ -195,24 +213,18 @@ def beside_pool(plan: EnginePlan, batch_sizes: Sequence[int]) -> int:
     ``batch_sizes``: captured batch sizes.
     """
     sizes = plan.sizes
-    model = plan.facts.model
     whole = plan.facts.draft if plan.whole_draft else None
-    return driver_bytes(
-        len(batch_sizes),
-        model.num_layers,
-        len(sizes.pass_tokens),
-        mean_passes(sizes.step_shapes, whole.num_layers if whole is not None else 0),
-        len(sizes.extend_tokens),
-    ) + kept_bytes(
-        model,
-        batch_sizes,
-        sizes.pass_tokens,
-        -(-sizes.positions // sizes.page_size),
-        DTYPE_BYTES[plan.dtype],
-        plan.expandable_segments,
-        sizes.extend_tokens,
-        axis_size("attn_tp", plan.mesh),
-    )
+    return GraphSet(
+        model=plan.facts.model,
+        batch_sizes=batch_sizes,
+        pass_tokens=sizes.pass_tokens,
+        extend_tokens=sizes.extend_tokens,
+        drafts=mean_passes(sizes.step_shapes, whole.num_layers if whole is not None else 0),
+        columns=-(-sizes.positions // sizes.page_size),
+        element=DTYPE_BYTES[plan.dtype],
+        expandable=plan.expandable_segments,
+        head_ranks=axis_size("attn_tp", plan.mesh),
+    ).bytes_beside_pool
 
 
 def _described(captured: Captured, shapes: int) -> str:

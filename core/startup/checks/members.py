@@ -28,12 +28,12 @@ NEEDED_IF: Mapping[tuple[str, str], Callable[[Any], bool]] = {
 
 
 def member_faults(slot: str, made: object, offers: Any = None) -> list[str]:
-    """Return what ``made`` lacks to be the runtime object of a component of ``slot``.
+    """Return the members in which ``made`` differs from the protocol of ``slot``.
 
     Args:
         slot: name of the slot.
         made: the object that the component's factory returned.
-        offers: the component's offers, on which the required members depend; None: all members.
+        offers: the component's offers, on which the required members depend; None: all.
 
     Returns:
         One clause for each member that is missing or takes other arguments; [] if there is none.

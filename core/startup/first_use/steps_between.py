@@ -1,4 +1,4 @@
-"""Steps of prompts beside decoding rows, run before any request to compile their kernels.
+"""Steps of prompts beside decoding rows, run before any request so that kernels are compiled.
 
 A request whose step needs a new variant of a kernel waits for the compiler, 0.6 to 1.2 s on an
 H200. Which variants a step needs depends on its number of tokens, on the number of its decoding
@@ -19,9 +19,10 @@ from glowplug.core.plugin.modes import Mode
 from glowplug.core.startup.warmup import SHORT_TOKENS, scratch_batch, spread_ids
 from glowplug.core.step.batch import Batch, shape_of
 
-#: most steps with prompts between the captured and the largest ones; each has one more decoding row
+#: most steps with prompts between the captured and the largest ones; each has one decoding row more
+#: than the next smaller one
 STEPS_BETWEEN = 24
-#: part of the chunk size from which steps are run where all steps are captured
+#: divisor of the chunk size: steps run from this part of it if steps of whole chunks are captured
 UNCAPTURED_PART = 4
 #: token counts divisible by this are run too: kernels have a specialised variant for them
 SPECIALIZED_DIVISOR = 16
@@ -31,13 +32,13 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
     """Run the prefill steps of ``counts_between``, then decoding rows beside a short prompt.
 
     From step to step both the number of tokens and the number of decoding rows fall, because both
-    decide which kernels run and how they are compiled. With drafts the sizes of the drafts take
-    turns, and each is then run with all the numbers of rows of ``rows_beside``. Without drafts
-    these rows have the longest caches, because attention chooses its number of KV splits by the
-    number and the length of the rows.
+    decide which kernels run and how they are compiled. With drafts, the steps alternate among the
+    draft shapes, and each shape then runs with all row counts of ``rows_beside``. Without drafts,
+    the rows of ``rows_beside`` have the longest caches, because attention chooses its number of KV
+    splits by the number and the length of the rows.
 
-    NOTE: the largest step runs first, since tensors that grow from step to step fit none of the
-    blocks of the steps before.
+    NOTE: the largest step runs first. If steps grew, their tensors would not fit into the
+    allocator's blocks of earlier steps.
     """
     steps = _Steps(runner, plan)
     shapes = plan.sizes.step_shapes
@@ -52,12 +53,12 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
 
 
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
-    """Return (decoding rows, tokens) of the steps of prompts that are run.
+    """Return (decoding rows, tokens) of the steps with prompts to run, ascending.
 
-    The steps ascend. Their token counts lie between the largest captured one and the chunk size; if
-    steps of whole chunks are captured, between a part of the chunk size and the whole, because the
-    last layer is not captured with them. They are all multiples of ROUND_TOKENS in this range, and
-    further counts between these multiples. The further counts are alternately odd and divisible by
+    The token counts lie between the largest captured one and the chunk size. If steps of whole
+    chunks are captured, they begin at a part of the chunk size (``UNCAPTURED_PART``), because the
+    last layer is not captured with those steps. They are all multiples of ROUND_TOKENS in this
+    range, and counts between these multiples, alternately odd and divisible by
     SPECIALIZED_DIVISOR.
     """
     least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
@@ -93,8 +94,8 @@ def _counts_beside(rounds: set[int], least: int, most: int, steps: int) -> Itera
 def rows_beside(sizes: Sizes) -> list[int]:
     """Return the numbers of decoding rows that run beside a short prompt, ascending.
 
-    They are the powers of two above STEPS_BETWEEN. With drafts they are also all numbers up to it,
-    which without drafts are those of ``counts_between``.
+    These are the powers of two above STEPS_BETWEEN and, with drafts, all numbers up to
+    STEPS_BETWEEN. Without drafts, the steps of ``counts_between`` have those numbers of rows.
     """
     most = sizes.max_running - 1  # one row is the prompt's
     powers = (1 << bit for bit in range(STEPS_BETWEEN.bit_length(), most.bit_length()))
@@ -105,15 +106,15 @@ def rows_beside(sizes: Sizes) -> list[int]:
 class _Steps:
     """Runs steps of prompts beside decoding rows over the scratch page.
 
-    With drafts the device keeps the lengths of the rows, which grow in each step. The decoding rows
-    therefore continue short prompts, which are computed again before the rows are too long.
+    With drafts, the device keeps the lengths of the rows, which grow in each step. The decoding
+    rows therefore continue short prompts, which are computed again before the rows get too long.
     """
 
     def __init__(self, runner: Runner, plan: EnginePlan) -> None:
         self._runner = runner
         self._plan = plan
         self._prompted = 0  # rows that continue a prompt
-        self._longest = 0  # most tokens of any of them
+        self._longest = 0  # most tokens of one of these rows
 
     def run(self, shape: DraftShape, decodes: int, prompt_tokens: int, held: int = 0) -> None:
         """Run a step of ``decodes`` rows with drafts of ``shape`` beside ``prompt_tokens`` tokens.
@@ -127,7 +128,7 @@ class _Steps:
         if sizes.width > 1 and decodes:
             if self._prompted < decodes or self._longest + sizes.width > sizes.context_length:
                 self._prompt(decodes)
-            self._prompted = decodes  # the rows behind them take the prompts of this step
+            self._prompted = decodes  # the prompts of this step take the later rows
             self._longest += shape.tokens
         self._runner.launch(self._mixed(shape, decodes, prompt_tokens, held)).wait()
 

@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -43,9 +42,9 @@ from glowplug.core.step.messages import (
 )
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.drive import Collected, collect
+from glowplug.core.testing.harness.threads import COLLECTIVES
 from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting
 
-COLLECTIVES = "threads"  #: the name of its collectives
 THREADS = "glowplug.core.testing.harness.threads"  #: the plugin of in-memory collectives
 SWITCH_SECONDS = 1e-4  #: seconds that a thread may hold the interpreter while others wait
 Result = TypeVar("Result")
@@ -122,12 +121,8 @@ class RankSet:
         )
 
     def _run(self, work: Callable[[int], Result], rank: int) -> Result:
-        """Call ``work`` for one rank, in turn with the others if they exchange through lists.
-
-        NOTE: over other collectives a rank may wait for a peer where it cannot pass the turn on.
-        """
-        in_turn = self.plan.choice("collectives").name == COLLECTIVES
-        with self._meeting.turn(rank) if in_turn else nullcontext():
+        """Call ``work`` for one rank, in its turn; see ``Meeting.turn``."""
+        with self._meeting.turn(rank, self.plan.choice("collectives").name):
             return work(rank)
 
     def _each(self, work: Callable[[int], Result]) -> list[Result]:

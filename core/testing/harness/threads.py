@@ -15,6 +15,8 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import CollectiveOffers
 from glowplug.core.plugin.options import CollectivesOptions
 
+COLLECTIVES = "threads"  #: the component's name
+
 
 class ThreadOptions(CollectivesOptions):
     """Options of the collectives."""
@@ -30,7 +32,7 @@ def register_collectives() -> list[Component]:
     """Return the component ``threads``."""
     return [
         Component(
-            name="threads",
+            name=COLLECTIVES,
             options=ThreadOptions,
             factory="glowplug.core.testing.harness.threads_runtime:ThreadCollectives",
             offers=CollectiveOffers(devices=frozenset({"cpu"}), ranks=True),

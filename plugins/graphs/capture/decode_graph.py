@@ -1,8 +1,8 @@
 """A captured decode graph: one padded batch over fixed memory, and the graphs of its pieces.
 
-B is the number of rows, W the tokens of each, and T = B * W. Padding rows after the live rows
-repeat token 0 of a short sequence in the scratch page, on the spare row of the sequence table;
-their results are dropped.
+B is the number of rows, W the number of tokens of a row, and T = B * W. Padding rows follow the
+live rows. Each repeats token 0 of a short sequence in the scratch page, on the spare row of the
+sequence table, and its results are dropped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GraphShape:
         page_size: Tokens per page.
         spare: Row of the sequence table that no sequence uses, for padding rows.
         groups: Number of groups of ranks whose padding is marked; 0: padding is not marked.
-        lookahead: Number of positions behind a row's tokens that drafts write to.
+        lookahead: Number of positions after a row's tokens that drafts write to.
         drafts: Size of the drafts of a row; None: the engine never drafts.
     """
 
@@ -174,7 +174,7 @@ class CapturedPiece:
 
 
 class DecodeGraph:
-    """One captured decode graph, as a ``core.step.graph_pieces.GraphPieces``.
+    """One captured decode graph, which implements ``core.step.graph_pieces.GraphPieces``.
 
     Pieces of the step are captured while ``recorder`` is set and replayed afterwards.
 
@@ -196,7 +196,7 @@ class DecodeGraph:
         self._staging = staging
         self._memory = torch.zeros(shape.offsets[-1], dtype=torch.uint8, device=device)
         self._table = torch.zeros(shape.rows, shape.columns, dtype=torch.int32, device=device)
-        # the content of ``_table``
+        # copy of ``_table`` on the host
         self._pages: NDArray[np.int32] = np.zeros((shape.rows, shape.columns), np.int32)
         self._set_places()
         self._views: dict[int, Held] = {}
@@ -211,7 +211,7 @@ class DecodeGraph:
             self.batch.draft_padding = self._marks.drafts
 
     def _set_places(self) -> None:
-        """Set the arrays that do not depend on a step: offsets in a row, columns, padding."""
+        """Make the arrays that are equal in all steps: offsets in a row, columns, padding slots."""
         shape = self.shape
         self._offsets = np.arange(shape.width, dtype=np.int64)
         self._first_columns = np.arange(shape.rows, dtype=np.int64)[:, None] * shape.columns
@@ -310,9 +310,12 @@ class DecodeGraph:
         return own
 
     def _fill_numbers(self, live: int) -> None:
-        """Copy positions, KV slots, rows and lengths of the own batch, whose page table is set.
+        """Compute positions and KV slots, and copy all device fields to the graph's memory.
 
-        ``live``: number of rows that are not padding.
+        The page table must already be that of the step.
+
+        Args:
+            live: number of rows that are not padding.
         """
         own = self.batch
         shape = self.shape
@@ -345,7 +348,7 @@ class DecodeGraph:
     def _fill_pages(self, pages: NDArray[np.int32], live: int) -> None:
         """Update the page table for the first ``live`` rows; the others are padding.
 
-        Columns further right keep their old values, because no row reads that far.
+        Later columns keep their old values, because no row reads them.
         """
         # a row may own more pages, for tokens of later steps
         pages = pages[:, : self.shape.columns]

@@ -26,7 +26,7 @@ class ExtendMemory:
         self._places = torch.zeros(3, tokens, dtype=torch.int64, device=device)
         self._ids, self._positions, self._kv_slots = self._places
         self._previous = torch.zeros(tokens, work.hidden, dtype=work.dtype, device=device)
-        self._live = 0  # tokens before this index belong to the last step, later ones are zero
+        self._live = 0  # number of tokens of the last step; later rows are zero
 
     def first(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the first ``tokens`` rows of the inputs, as arguments of ``ExtendWork.extend``."""
@@ -40,7 +40,7 @@ class ExtendMemory:
     def fill(
         self, ids: Tensor, positions: Tensor, kv_slots: Tensor, hidden: Tensor, source: Tensor
     ) -> None:
-        """Copy the arguments of ``DraftExtend.call`` into the input buffers and clear the rest.
+        """Copy the arguments of ``DraftExtend.call`` into the input buffers and zero the rest.
 
         The copies are enqueued without waiting for the device.
         """

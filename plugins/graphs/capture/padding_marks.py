@@ -1,8 +1,7 @@
 """Marks of the padding in a captured step of several groups of ranks.
 
-All groups replay a graph of the same size, so the rows behind the live ones of each group are
-padding. With the marks, layers replace the expert ids of these tokens by -1, so that they cost no
-expert work.
+All groups replay a graph of the same size, so the rows after the live rows of each group are
+padding. Layers replace the expert ids of marked tokens by -1, so that no expert computes them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def mark_bytes(rows: int, width: int, groups: int) -> int:
 
 
 class PaddingMarks:
-    """The marks of one graph, in device memory of a fixed address.
+    """The padding marks of one graph, in device memory at a fixed address.
 
     Args:
         rows: rows of the padded batch in each group.
@@ -45,7 +44,7 @@ class PaddingMarks:
         self._lengths = [rows * width, rows * width * groups, rows, rows * groups]
         size = mark_bytes(rows, width, groups)
         self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._live: tuple[int, ...] = ()  # rows of this group, then of every group
+        self._live: tuple[int, ...] = ()  # live rows of this group, then of each group
         own, gathered, draft_own, draft_gathered = (
             part.view(torch.bool)[:, None] for part in self._parts(self._memory)
         )
@@ -53,14 +52,17 @@ class PaddingMarks:
         self.drafts = Padding(draft_own, draft_gathered)
 
     def _parts(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of ``memory``: of this group and of all groups, step, then drafts."""
+        """Split ``memory`` into marks of the step and of the drafts.
+
+        Both come as the marks of this group, then those of all groups.
+        """
         return torch.split(memory, self._lengths)
 
     def fill(self, batch: Batch) -> None:
-        """Mark the rows behind those of ``batch``, and behind those of every group.
+        """Mark the rows after those of ``batch`` and, for every group, after the group's rows.
 
-        Without an agreement of the groups (a self-test), all of them have the batch's rows. Marks
-        that have not changed since the last call are not copied again.
+        If the groups have not agreed on a step (in a self-test), each has as many rows as
+        ``batch``. Marks that have not changed since the last call are not copied again.
         """
         own = batch.num_rows
         agreed = batch.agreed.group_decodes if batch.agreed is not None else ()

@@ -4,8 +4,8 @@ A pass is captured for a number of tokens, T, in pieces. Each piece ends where a
 attention (a split point, see ``core.step.graph_pieces.SplitPoints``), and the next one begins
 after it. A step of n <= T tokens fills fixed memory, replays the first piece, runs attention
 eagerly for its n tokens, replays the next piece, and so on. The padding rows after the n tokens
-hold token 0 at position 0 and KV slot 0, and zeros as the result of attention. They therefore
-contain no numbers of other steps. Their results are never read.
+hold token 0 at position 0 and KV slot 0, and zeros as the result of attention, so that no values of
+other steps remain in them. Their results are never read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tape(Protocol):
         """End the piece being captured, at a split point within ``work``, and begin the next piece.
 
         Returns:
-            ``rows`` as a replay of the piece leaves them; None while nothing is captured.
+            Tensors that a replay of the piece fills with ``rows``; None while nothing is captured.
         """
         ...
 
@@ -64,7 +64,7 @@ class PassMemory:
         self.ids, self.positions, self.kv_slots = self._tokens
         self.padding = torch.ones(tokens, 1, dtype=torch.bool, device=device)
         self._results: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._live = 0  # rows before this index belong to the last step, later rows are zero
+        self._live = 0  # number of rows of the last step; later rows are zero
 
     def result(self, like: Tensor, width: int) -> Tensor:
         """Return the buffer [tokens, width] for results of split points.
@@ -79,7 +79,7 @@ class PassMemory:
         return self._results[key]
 
     def fill(self, ids: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
-        """Copy the tokens' ids, positions and KV slots, int64 [n] each, and clear the rest.
+        """Copy the tokens' ids, positions and KV slots, int64 [n] each, and zero the rest.
 
         The copies are enqueued without waiting for the device.
         """
@@ -103,8 +103,9 @@ class _Call:
 
     Attributes:
         work: The call that runs eagerly.
-        rows: Its arguments, as the piece before the split point leaves them.
-        result: Buffer of its result, [T, width], as the piece after the split point reads it.
+        rows: Arguments of ``work``, which the piece before the split point writes.
+        result: Buffer [T, width] for the result of ``work``, which the piece after the split point
+            reads.
     """
 
     work: SplitCall
@@ -163,7 +164,7 @@ class Pass:
             steps.split_points.kv_slots = None
 
     def _take(self, work: SplitCall, rows: tuple[Tensor, ...], width: int) -> Tensor:
-        """End the current graph at a split point, and note the call there for the replay.
+        """End the current graph at a split point, and record the call there for replays.
 
         Args:
             work: the call at the split point, which runs eagerly between two graphs.
@@ -197,7 +198,7 @@ class Pass:
         return self._hidden[:live]
 
     def _mark(self, tokens: tuple[int, ...]) -> None:
-        """Mark the tokens behind the first ``tokens[g]`` ones of each group g as padding."""
+        """Mark the tokens after the first ``tokens[g]`` of each group g as padding."""
         assert self._marks is not None, "several groups have marks"
         for marks, now, before in zip(self._marks.chunk(len(tokens)), tokens, self._live):
             if now > before:
@@ -246,7 +247,7 @@ class Passes:
         self._counts = sorted(self._passes)
 
     def find(self, batch: Batch) -> Pass | None:
-        """Return the smallest pass for the tokens of ``batch``; None if all are smaller.
+        """Return the smallest pass that holds the tokens of ``batch``; None if there is none.
 
         Ranks that agreed on a step get passes of the same size.
         """
@@ -262,7 +263,7 @@ class Passes:
 
 
 def _batch_of(tokens: int) -> Batch:
-    """Return the batch that layers see during a capture; only its token counts have a meaning."""
+    """Return the batch that layers see during a capture; only its token counts are meaningful."""
     lens = np.full(1, tokens, np.int32)
     return Batch(
         step=0,

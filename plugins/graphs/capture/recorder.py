@@ -20,12 +20,12 @@ _unused: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def stream_for(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """Return a stream for captures that no other owner gets while ``owner`` lives.
+    """Return a stream for captures that no other owner gets during the lifetime of ``owner``.
 
-    NOTE: streams are reused instead of created each time. cuBLAS keeps 32 MiB for each stream that
-    has run a GEMM until the process ends, so every closed engine would leave them behind. Graphs
-    hold the address of that workspace, so no two recorders may use the same stream at the same
-    time.
+    NOTE: streams are reused instead of created each time. cuBLAS keeps a workspace of 32 MiB for
+    each stream that has run a GEMM until the process ends, so every closed engine would leak one.
+    Graphs hold the address of the workspace, so no two recorders may use the same stream at the
+    same time.
     """
     unused = _unused.setdefault(device, [])
     stream = unused.pop() if unused else torch.cuda.Stream(device)

@@ -16,13 +16,14 @@ T = TypeVar("T")
 class CudaTape:
     """The ``prefill_graph.Tape`` over CUDA graphs.
 
-    Its graphs must be replayed on the same stream as all other graphs of the pool.
+    The graphs must be replayed on the same stream as all other graphs of the pool.
     """
 
     def __init__(self, recorder: CudaRecorder) -> None:
         self._stream = recorder.stream
         self._pool = recorder.pool
-        self._graphs: list[torch.cuda.CUDAGraph] | None = None  # of the pass being captured
+        # graphs of the pass being captured; None between captures
+        self._graphs: list[torch.cuda.CUDAGraph] | None = None
 
     def record(self, work: Callable[[], T]) -> tuple[list[Callable[[], None]], T]:
         current = torch.cuda.current_stream()
