@@ -236,6 +236,22 @@ def test_seconds_of_the_start_may_be_many_times_too_long() -> None:
     assert found.at(1).tolist() == pytest.approx([0.02, 0.03])
 
 
+def test_rows_that_are_known_to_have_no_drafts_neither_count_nor_gain() -> None:
+    policy = AdaptivePolicy(SHAPES, COSTS["model"], 4)
+    rows = np.arange(4, dtype=np.int32)
+    some = np.array([3, 3, 0, 0], np.int32)
+    for _ in range(50):
+        policy.expect(rows, some)
+        policy.observe(rows, SHAPES[-1], 1 + some)
+    policy.choose(rows, 4)
+    assert 9 < policy.expected(rows)[-1] <= 10
+    policy.expect(rows, np.full(4, 3, np.int32))
+    assert policy.expected(rows)[-1] > 14, "rows without results are taken to be like the others"
+    policy.expect(rows, np.zeros(4, np.int32))
+    policy.forget(3)
+    assert policy.expected(rows)[-1] > 4, "of another sequence nothing is known"
+
+
 def test_one_unpredictable_row_does_not_decide_for_all() -> None:
     """The size follows the sum over the rows, each with its own acceptance."""
     policy = AdaptivePolicy(SHAPES, COSTS["model"], 4)
