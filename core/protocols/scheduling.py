@@ -206,8 +206,8 @@ class DraftPolicy(Protocol):
     The ranks of a group call it alike and choose alike.
 
     A further method is optional. ``expect(rows, drafts)`` is called with each committed step whose
-    result has ``next_drafts``: for the rows of the step that sampled, int32 [n], the number of
-    drafts that each of them has for its next step, int32 [n].
+    result has ``next_drafts``, after ``observe``: for the rows of the step that sampled, int32 [n],
+    the number of drafts that each of them has for its next step, int32 [n].
 
     Attributes:
         clocked: ``took`` is to be called, on all ranks with the same seconds.

@@ -50,7 +50,7 @@ class AcceptanceWindow:
     def add_steps(self, rows: Ints, accepted: Ints, depth: int | None = None) -> None:
         """Add k verify steps of each of n rows; they count alike.
 
-        Arguments as in :meth:`add`, but ``accepted`` is [k, n].
+        Arguments as in :meth:`add`, but ``accepted`` is [k, n], with -1 where a row had no drafts.
         """
         places = np.arange(self._reached.shape[1])
         proposed = places < (len(places) if depth is None else depth)

@@ -4,7 +4,8 @@ For each size, the expected tokens of a step are the sum over the decoding rows 
 products of the row's acceptance rates at each depth; the size with the most expected tokens per
 second is chosen. A row's rate at a depth is the share of accepted drafts there, among those whose
 predecessors were accepted. Recent results count more, and a row with few results is taken to be
-like the mean of all rows.
+like the mean of all rows. Of algorithms that foresee drafts (``expect``), only rows that have some
+count in the rates, and gain tokens by them.
 
 Chains and trees have rates of their own: a tree accepts any of its branches. A step shows the rates
 of its kind alone. Those of the other kind are taken to change with them, so that the odds of both
@@ -113,13 +114,15 @@ class AdaptivePolicy:
         self._places = {shape: place for place, shape in enumerate(shapes)}
         self._steps = [shape.steps for shape in shapes]
         self._make_estimates(rows)
+        self._have = np.ones(rows, np.bool_)  # rows that have drafts for their next step
         self._chosen = 0
         self._decision: _Decision | None = None
         self._budget = 0.0  # seconds that explorations may still lose
         self._exploration: _Exploration | None = None
         self._fresh = 0  # sequences that have begun since the last free exploration
         self._since_free = 0  # committed steps since then
-        self._results: list[Ints] = []  # tokens gained in steps that are not yet added
+        #: tokens gained in steps that are not yet added; 0: the row had no drafts
+        self._results: list[Ints] = []
         self._results_of: tuple[Ints, int] = np.zeros(0, np.int32), 0  # their rows, place of size
 
     def _make_estimates(self, rows: int) -> None:
@@ -185,12 +188,13 @@ class AdaptivePolicy:
     def expected(self, rows: Ints) -> Floats:
         """Return the expected tokens of a step of ``rows`` for each size of the drafts."""
         gained = []
+        drafting = rows[self._have[rows]]
         for window, accepted, results in zip(
             self._windows, self._mean_accepted, self._mean_results
         ):
             reached, taken = window.totals(rows)
             prior = taken + POOLED_RESULTS * accepted / results
-            rates = window.rates(rows, prior / (reached + POOLED_RESULTS), PRIOR_RESULTS)
+            rates = window.rates(drafting, prior / (reached + POOLED_RESULTS), PRIOR_RESULTS)
             gained.append(rates.cumprod(1).sum(0).cumsum())
         return len(rows) + np.array(
             [
@@ -213,9 +217,13 @@ class AdaptivePolicy:
         if held != place or not np.array_equal(known, rows):
             self._add_results()
             self._results_of = rows, place
-        self._results.append(counts)
+        self._results.append(np.where(self._have[rows], counts, 0))
         if len(self._results) == DECIDED_STEPS:
             self._add_results()
+
+    def expect(self, rows: Ints, drafts: Ints) -> None:
+        """Note how many drafts rows have for their next steps; see ``protocols.DraftPolicy``."""
+        self._have[rows] = drafts > 0
 
     def took(self, rows: int, shape: DraftShape, seconds: float) -> None:
         self._seconds.add(self._places[shape], rows, seconds)
@@ -274,6 +282,7 @@ class AdaptivePolicy:
 
     def forget(self, row: int) -> None:
         self._fresh += 1
+        self._have[row] = True  # nothing is known of it
         self._decision = None
         self._add_results()
         for window in self._windows:

@@ -60,6 +60,8 @@ class ForeseenDrafts:
     def expect(self, rows: Ints, drafts: Ints) -> None:
         """Note how many drafts rows have for their next steps; see ``protocols.DraftPolicy``."""
         self._have[rows] = drafts > 0
+        if hasattr(self.policy, "expect"):
+            self.policy.expect(rows, drafts)
 
     def took(self, rows: int, shape: DraftShape, seconds: float) -> None:
         self.policy.took(rows, shape, seconds)

@@ -1,10 +1,12 @@
 """Seconds of a step by size of the drafts and rows: those of the start, corrected in service.
 
 The start measures steps of short sequences and leaves out the work of the host around them. In
-service, long sequences or a busy host make steps slower. The difference is measured for each size
-and number of rows that occurs; a size without new measurements is taken to differ like the nearest
-one that has some. Steps are spent to measure smaller sizes than the chosen one (``unmeasured``), as
-those that the host limits are no faster than larger ones.
+service, long sequences or a busy host make steps slower, all sizes by about the same time. Where
+the start took the seconds of many rows from those of few, or measured first steps, which may take
+many times as long, steps are faster, all sizes by about the same factor. The difference is measured
+for each size and number of rows that occurs; a size without new measurements is taken to differ
+like the nearest one that has some. Steps are spent to measure smaller sizes than the chosen one
+(``unmeasured``), as those that the host limits are no faster than larger ones.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class StepSeconds:
         self._measured: Floats = np.maximum.accumulate(measured, 0)
         sizes, rows = measured.shape
         groups = rows.bit_length() + 1
-        self._differences = np.zeros((groups, sizes, KEPT))
+        self._slower = np.zeros((groups, sizes, KEPT))  # seconds more than measured, at least 0
+        self._factors = np.ones((groups, sizes, KEPT))  # seconds to those measured, at most 1
         self._counts = np.zeros((groups, sizes), np.int64)
         self._last = np.zeros((groups, sizes), np.int64)  # number of the last measurement
         self._tries = np.zeros((groups, sizes), np.int64)
@@ -54,7 +57,9 @@ class StepSeconds:
         if self._number - self._last[group, place] > FRESH_MEASUREMENTS:
             self._counts[group, place] = 0
         slot = int(self._counts[group, place]) % KEPT
-        self._differences[group, place, slot] = seconds - self._measured[place, rows]
+        measured = self._measured[place, rows]
+        self._slower[group, place, slot] = max(seconds - measured, 0.0)
+        self._factors[group, place, slot] = min(seconds / measured, 1.0)
         self._counts[group, place] += 1
         self._last[group, place] = self._number
 
@@ -93,8 +98,11 @@ class StepSeconds:
         if not len(known):
             return measured
         kept = int(min(KEPT, self._counts[group, known].min()))
-        middles = np.median(self._differences[group, known, :kept], axis=1)
+        slower, factor = (
+            np.median(kind[group, known, :kept], axis=1) for kind in (self._slower, self._factors)
+        )
         places = np.arange(len(measured))
         nearest = np.abs(places[:, None] - known).argmin(1)
-        corrected: Floats = np.maximum.accumulate(measured + middles[nearest])
-        return corrected.clip(measured[0] / 2)
+        corrected = measured * factor[nearest] + slower[nearest]
+        found: Floats = np.maximum.accumulate(corrected)
+        return found

@@ -176,7 +176,11 @@ class TokenDrafts(ABC):
             decoding = torch.arange(batch.num_decodes, device=ends.device)
             gaining = torch.cat([decoding, ends])
         rows = batch.row_ids if gaining is None else batch.row_ids[gaining]
-        found = self.foresee(self._tokens, rows, self._computed[rows].long() + 1)
+        if self._on_host:  # numpy takes less time than torch for a few numbers
+            lengths = torch.from_numpy(self._computed.numpy()[rows.numpy()] + np.int64(1))
+        else:
+            lengths = self._computed[rows].long() + 1
+        found = self.foresee(self._tokens, rows, lengths)
         if found is None or gaining is None:
             return found
         return spread(found, gaining, batch.num_rows)
@@ -216,16 +220,23 @@ class TokenDrafts(ABC):
         assert lengths is not None, "drafts make a step wider than one token"
         if not self._on_host:
             place_tokens(batch, lengths, self._page_size)
-        lengths = lengths.long()
-        newest = self._tokens[rows, lengths].long()[:, None]
+        newest = self._newest(rows, lengths)[:, None]
         shape = self._shape_of(batch)
         if shape.tokens == 1:
             return newest, None
+        lengths = lengths.long()
         drafts = self.propose(self._tokens, rows, lengths + 1, shape)
         if not self.ragged:
             return torch.cat([newest, drafts], 1), None
         counts = (drafts >= 0).cumprod(1).sum(1, dtype=torch.int32)
         return torch.cat([newest, drafts.maximum(~drafts)], 1), counts
+
+    def _newest(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        """Return the newest tokens of rows with ``lengths`` cached tokens, int64 [D]."""
+        if not self._on_host:
+            return self._tokens[rows, lengths.long()].long()
+        newest = self._tokens.numpy()[rows.numpy(), lengths.numpy()]
+        return torch.from_numpy(newest.astype(np.int64))
 
     def _keep_decoded(self, batch: Batch, accepted: Accepted) -> None:
         """Store the tokens that the decoding rows gained, and the rows' new lengths.

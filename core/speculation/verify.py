@@ -49,6 +49,8 @@ def verify(
         gain: Accepts the drafts of a step over chains without prompts, with the result of
             :func:`accept_chain`; None: this function does.
     """
+    if width == 1 and ends is None and gain is None:
+        return _plain(logits, batch, sampler)
     rows = batch.num_decodes
     fed = batch.input_ids[: rows * width].view(rows, width)
     sampled = _sampled(logits, batch, fed, ends, sampler)
@@ -66,6 +68,16 @@ def verify(
     sampler.observe(accepted.tokens, accepted.counts, batch.row_ids)
     accepted.path = path
     return accepted
+
+
+def _plain(logits: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+    """Return the tokens that decode rows without drafts gain: one each."""
+    rows = batch.row_ids[: batch.num_decodes]
+    sampled = sampler.sample(logits, rows, batch.positions[: len(rows)] + 1)
+    tokens = sampled.tokens[:, None]
+    counts = torch.ones(len(rows), dtype=torch.int32, device=rows.device)
+    sampler.observe(tokens, counts, batch.row_ids)
+    return Accepted(tokens, counts, sampled.bad, sampled.logprobs)
 
 
 def _accepted(drawn: Tensor, fed: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:

@@ -154,12 +154,12 @@ class Decodes:
             self._other_groups = batch.agreed.decodes
         if self.policy.clocked:
             self._time(batch, self.policy)
-        ahead = result.next_drafts
-        if ahead is not None and hasattr(self.policy, "expect"):
-            self.policy.expect(done.rows, ahead[done.at])
         decodes = int(np.searchsorted(done.at, batch.num_decodes))
         if decodes and batch.draft_shape is not None:
             self.policy.observe(done.rows[:decodes], batch.draft_shape, done.given[:decodes])
+        ahead = result.next_drafts
+        if ahead is not None and hasattr(self.policy, "expect"):
+            self.policy.expect(done.rows, ahead[done.at])
 
     def _time(self, batch: Batch, policy: DraftPolicy) -> None:
         """Report the seconds of the step before ``batch`` if the rows of both steps all decoded.

@@ -97,6 +97,16 @@ def test_the_kernel_follows_the_definition(lookup: Lookup, monkeypatch: pytest.M
     check(ngram, lookup, 70, "cuda" if torch.cuda.is_available() else "cpu", seeds=2)
 
 
+@pytest.mark.parametrize("shortest", [1, 2, 4])
+def test_rows_are_known_to_have_matches_without_a_search(shortest: int) -> None:
+    for seed in range(20):
+        table, rows, lengths = rows_of_text(seed, 20)
+        where = torch.tensor(rows), torch.tensor(lengths)
+        matches = ngram_reference.ngram_branches(table, *where, Lookup(4, shortest, 1, 1))[1]
+        found = ngram_reference.have_matches(table, *where, shortest)
+        assert found == (matches > 0).tolist()
+
+
 def test_a_period_is_continued_behind_the_row() -> None:
     table = torch.tensor([[4, 7, 8, 7, 8, 7, 9, 9]], dtype=torch.int32)
     found, matches = ngram_reference.ngram_branches(

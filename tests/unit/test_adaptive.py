@@ -192,6 +192,7 @@ def test_seconds_of_service_correct_those_of_the_start(rows: int, length: float)
     served = {
         "cheap drafts": chain_costs(SHAPES, 1.6e-3, 0.2e-6, 0.05e-3, 0.2e-6),
         "dear drafts": chain_costs(SHAPES, 0.6e-3, 8e-6, 0.3e-3, 2e-6),
+        "far faster than at the start": chain_costs(SHAPES, 0.04e-3, 0.1e-6, 0.03e-3, 0.1e-6),
     }
     for name, costs in served.items():
         rate = rate_of(length, 3)
@@ -224,6 +225,31 @@ def test_seconds_of_a_size_that_was_not_measured_lately_no_longer_count() -> Non
     assert found.at(1).tolist() == [6.0, 7.0], "until the next decision"
     found.refresh()
     assert found.at(1).tolist() == [1.5, 2.5]
+
+
+def test_seconds_of_the_start_may_be_many_times_too_long() -> None:
+    """All sizes are then faster by the factor of the one that was measured in service."""
+    found = StepSeconds(np.array([[0.0, 0.4], [0.0, 0.6]]))
+    for _ in range(LEAST_KEPT):
+        found.add(0, 1, 0.02)
+    found.refresh()
+    assert found.at(1).tolist() == pytest.approx([0.02, 0.03])
+
+
+def test_rows_that_are_known_to_have_no_drafts_neither_count_nor_gain() -> None:
+    policy = AdaptivePolicy(SHAPES, COSTS["model"], 4)
+    rows = np.arange(4, dtype=np.int32)
+    some = np.array([3, 3, 0, 0], np.int32)
+    for _ in range(50):
+        policy.expect(rows, some)
+        policy.observe(rows, SHAPES[-1], 1 + some)
+    policy.choose(rows, 4)
+    assert 9 < policy.expected(rows)[-1] <= 10
+    policy.expect(rows, np.full(4, 3, np.int32))
+    assert policy.expected(rows)[-1] > 14, "rows without results are taken to be like the others"
+    policy.expect(rows, np.zeros(4, np.int32))
+    policy.forget(3)
+    assert policy.expected(rows)[-1] > 4, "of another sequence nothing is known"
 
 
 def test_one_unpredictable_row_does_not_decide_for_all() -> None:

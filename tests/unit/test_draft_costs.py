@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from glowplug.core.plugin.draft_costs import DraftCosts, ShapeCosts
 from glowplug.core.plugin.draft_shape import NO_DRAFTS, DraftShape
+from glowplug.core.startup import draft_costs
 
 CHAIN = DraftShape(1, 1, 2)
 COSTS = DraftCosts(
@@ -55,3 +59,16 @@ def test_a_file_holds_the_table(tmp_path: Path) -> None:
 def test_a_bad_file_is_refused_with_the_reason(content: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         DraftCosts.parse(content)
+
+
+def test_the_first_step_of_a_size_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take many times as long as later ones, also when the time is over."""
+    spent = [9.0, 8.0, 1.0, 2.0]  # seconds of the steps, both sizes in turn
+    readings = accumulate([0.0, *(part for one in spent for part in (one, 0.0))])
+    monkeypatch.setattr(draft_costs.time, "process_time", lambda: next(readings))
+    monkeypatch.setattr(draft_costs, "_step", lambda *_: None)
+    monkeypatch.setattr(draft_costs, "_launch", lambda *_: SimpleNamespace(wait=lambda: None))
+    over: Any = SimpleNamespace(over=lambda: True)
+    none: Any = None
+    found = draft_costs._on_cpu(none, none, 4, (NO_DRAFTS, CHAIN), 6, over)
+    assert found == [1.0, 2.0]
