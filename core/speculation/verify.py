@@ -55,8 +55,6 @@ def verify(
     fed = batch.input_ids[: rows * width].view(rows, width)
     sampled = _sampled(logits, batch, fed, ends, sampler)
     if gain is not None:
-        assert batch.tree is None and ends is None, "only chains of decode rows have other gains"
-        assert batch.draft_counts is None, "rows of other gains all have as many drafts"
         return _with_gain(gain, sampled, fed, batch, sampler)
     drawn = sampled.tokens[: rows * width].view(rows, width)
     counts, path = _accepted(drawn, fed, batch)
@@ -100,6 +98,9 @@ def _with_gain(
     gain: Gain, sampled: Sampled, fed: Tensor, batch: Batch, sampler: Sampler
 ) -> Accepted:
     """Return the tokens that decode rows gain by ``gain``, and pass them on to the sampler."""
+    chains = batch.tree is None and batch.num_decodes == batch.num_rows
+    assert chains, "only chains of decode rows have other gains"
+    assert batch.draft_counts is None, "rows of other gains all have as many drafts"
     drawn = sampled.tokens.view(fed.shape)
     accepted = Accepted(drawn, *gain(sampled, fed), sampled.logprobs)
     sampler.observe(drawn, accepted.counts, batch.row_ids)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from glowplug.core.errors import GlowplugError, PlanRefused, PluginLoadError
-from glowplug.entrypoints.cli.exit_codes import FAILED, OK, REFUSED
+from glowplug.entrypoints.cli.exit_codes import FAILED, OK, REFUSED, exit_at_sigterm
 from glowplug.entrypoints.cli.flags.parser import Parser
-from glowplug.entrypoints.cli.sigterm import exit_at_sigterm
 from glowplug.entrypoints.cli.usage import command_list
 
 

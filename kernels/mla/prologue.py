@@ -28,7 +28,7 @@ UK_COLUMNS = 64  #: columns of one head's W_UK GEMM per program
 
 @triton.jit(
     do_not_specialize=["tokens", "decode", "heads"],
-    do_not_specialize_on_alignment=["kv_slots"],  # of rows that may begin anywhere in a batch
+    do_not_specialize_on_alignment=["kv_slots"],
 )
 def _prologue(
     query,
@@ -255,10 +255,8 @@ def _token(
     cos = tl.load(cos_sin + token * cos_token + pair, mask=pair < HALF, other=0.0)[None, :]
     sin = tl.load(cos_sin + token * cos_token + HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     if part == 0:
-        source, target = (
-            compressed + token * compressed_token,
-            cache + tl.load(kv_slots + token) * cache_slot,
-        )
+        source = compressed + token * compressed_token
+        target = cache + tl.load(kv_slots + token) * cache_slot
         mine, behind = own + (token - decode) * own_token, token >= decode
         column = tl.arange(0, LORA_BLOCK)
         held = column < LORA
@@ -346,8 +344,7 @@ def prologue(
     strided; within a token the last dimension must be contiguous.
 
     Args:
-        leads: the next kernel waits for this one as ``dependent_launch`` requires, so it may start
-            early
+        leads: the next kernel waits as ``dependent_launch`` requires, so it may start early
         stored: FP8 blocks of W_UK, used only for few decoding tokens
     """
     tokens, heads, size = query.shape

@@ -17,9 +17,9 @@ from glowplug.plugins.speculative.ngram import NGramOptions
 class NGram(TokenDrafts):
     """The ``protocols.SpeculativeAlgorithm`` of drafts copied from the row's own text.
 
-    The end of a step tells whether a row has drafts for its next one; a row without a match has
-    none. On a GPU the text is searched there, on a CPU only in steps that verify drafts, since the
-    search of 32 rows takes 1 ms.
+    At the end of a step it is known whether a row has drafts for its next one: a row without a
+    match has none. On a GPU the text is searched there, on a CPU only in steps that verify drafts,
+    since the search of 32 rows takes 1 ms.
     """
 
     def __init__(self, options: NGramOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from glowplug.entrypoints.cli.sigterm import exit_at_sigterm
+from glowplug.entrypoints.cli.exit_codes import exit_at_sigterm
 from tests.gpu.eight_gpus import (
     ACCEPT_LENGTH,
     EAGER,

@@ -35,7 +35,8 @@ APART = {
     "pytest": "core/testing/",  # suites that plugin authors run under pytest
     "matplotlib": "entrypoints/bench/plots/",  # an extra: charts are refused without it
     "transformers": "entrypoints/bench/",
-    "vllm": "entrypoints/bench/",
+    "vllm": "entrypoints/bench/peer_scripts/",
+    "sglang": "entrypoints/bench/peer_scripts/",
 }  # comparison targets of the benchmarks
 V3 = ("--model", "models/shapes/deepseek-v3.json", "--load-format", "dummy")
 LITE = ("--model", "models/shapes/deepseek-v2-lite.json", "--load-format", "dummy")
