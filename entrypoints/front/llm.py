@@ -10,7 +10,6 @@ It runs in the calling process.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
@@ -293,10 +292,14 @@ class LLM:
 
     def _submit(self, request: CheckedRequest) -> Stream:
         """Start one sequence."""
+        return self._submit_all([request])[0]
+
+    def _submit_all(self, requests: Sequence[CheckedRequest]) -> list[Stream]:
+        """Start sequences with one message, so that the first step may have all of them."""
         self._check_open()
-        stream, message = self._front.submit(request)
-        self._executor.submit(encode([message]))
-        return stream
+        made = [self._front.submit(request) for request in requests]
+        self._executor.submit(encode([message for _, message in made]))
+        return [stream for stream, _ in made]
 
     def _run(
         self, prompts: list[list[int]], params: list[SamplingParams], use_tqdm: UseTqdm
@@ -307,23 +310,34 @@ class LLM:
         """
         checked = [self._check(ids, one) for ids, one in zip(prompts, params, strict=True)]
         results = [Completion(ids) for ids in prompts]
-        waiting = deque(chain.from_iterable(map(choices_of, results, checked)))
+        waiting = list(chain.from_iterable(map(choices_of, results, checked)))
         running: dict[Stream, Completion] = {}
         box: list[StreamDelta] = []
-        max_submitted = self.plan.sizes.max_admitted
         try:
             with progress_bar(use_tqdm, len(waiting)) as bar:
                 while waiting or running:
-                    while waiting and len(running) < max_submitted:
-                        completion, request = waiting.popleft()
-                        stream = self._submit(request)
-                        running[stream] = completion
-                        self._boxes[stream] = box
+                    room = self.plan.sizes.max_admitted - len(running)
+                    self._begin(waiting[:room], running, box)
+                    del waiting[:room]
                     self._receive_frame()
                     self._take_all(box, running, bar)
         finally:
             self._abandon(list(running))
         return results
+
+    def _begin(
+        self,
+        choices: Sequence[tuple[Completion, CheckedRequest]],
+        running: dict[Stream, Completion],
+        box: list[StreamDelta],
+    ) -> None:
+        """Start the sequences of ``choices``, whose deltas go to ``box``."""
+        if not choices:
+            return
+        streams = self._submit_all([request for _, request in choices])
+        for stream, (completion, _) in zip(streams, choices, strict=True):
+            running[stream] = completion
+            self._boxes[stream] = box
 
     def _take_all(
         self, box: list[StreamDelta], running: dict[Stream, Completion], bar: ProgressBar | None

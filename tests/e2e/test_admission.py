@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.step.messages import encode
+from glowplug.core.step.messages import Submit, decode_inbound, encode
 from glowplug.core.step.request import Admission, Sequence
 from glowplug.entrypoints.front.front import Front
 from tests.e2e.serving import Served, served
@@ -99,3 +100,28 @@ def test_an_admission_reaches_the_engines_sequence(
     while not stream.done:
         llm.poll()
     assert [(one.id, one.admission) for one in added] == [(stream.id, given)]
+
+
+def test_prompts_of_one_call_reach_the_engine_in_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the engine admits; the others follow as room is made."""
+    with LLM(
+        model=str(write_config(tmp_path, "v3")),
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        scheduler={"max_running_requests": 3, "max_queued_requests": 2},
+    ) as llm:
+        frames: list[int] = []
+        submit = llm._executor.submit
+
+        def noted(frame: bytes) -> None:
+            frames.append(sum(isinstance(one, Submit) for one in decode_inbound(frame)))
+            submit(frame)
+
+        monkeypatch.setattr(llm._executor, "submit", noted)
+        prompts = [[5 + number] * 4 for number in range(9)]
+        found = llm.generate(prompts, GREEDY)
+        assert [len(one.token_ids) for one in found] == [3] * 9
+        assert [one.prompt_token_ids for one in found] == prompts
+        assert frames[0] == 5 and sum(frames) == 9
