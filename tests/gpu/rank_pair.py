@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import torch
 
 from glowplug.core.engine.engine import Engine
-from glowplug.core.errors import EngineDead
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.startup.build_rank import build_rank
@@ -32,29 +30,20 @@ from glowplug.core.step.messages import (
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.drive import Collected, collect
 from glowplug.entrypoints.bench.ranks.measured_rank import MeasuredRank
-from glowplug.entrypoints.front.open_engine import make_executor
+from glowplug.entrypoints.bench.ranks.rank_processes import RankProcesses
 from tests.gpu.combinations import Answers
 
 CHECK = 1  #: id of the Control that checks pool and cache
 
 
-class RankPair:
+class RankPair(RankProcesses):
     """The processes of the ranks; a context manager that ends them.
 
     The first plan starts them. After a failure they are started anew.
     """
 
     def __init__(self, plugins: PluginSet) -> None:
-        self._plugins = plugins
-        self._executor: Any = None
-        self._messages = 0
-        self.starts = 0  #: times that the processes were started
-
-    def __enter__(self) -> RankPair:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__init__(plugins, build, "serve")
 
     def answers(self, plan: EnginePlan, prompts: Sequence[list[int]], tokens: int) -> Answers:
         """Return the greedy answers of the plan's ranks, ``tokens`` to each prompt.
@@ -63,33 +52,9 @@ class RankPair:
             EngineDead: a rank has failed.
             AssertionError: a request or the check of pool and cache ended with an error.
         """
-        try:
-            reply = self._asked(plan, {"prompts": list(prompts), "tokens": tokens})
-        except EngineDead:
-            self.close()
-            raise
+        reply = self.asked(plan, {"prompts": list(prompts), "tokens": tokens})
         assert reply.ok, reply.error
         return Answers(**reply.data)
-
-    def _asked(self, plan: EnginePlan, args: dict[str, Any]) -> Reply:
-        if self._executor is None:
-            self._executor = make_executor(plan, self._plugins)
-            self._executor.start(plan, build)
-            self.starts += 1
-        self._messages += 1
-        given = {**args, "plan": plan.to_json().decode()}
-        self._executor.submit(encode([Control(self._messages, "serve", given)]))
-        while True:
-            frame = self._executor.outputs(None)  # None after a heartbeat
-            for message in decode_outbound(frame) if frame else []:
-                if isinstance(message, Reply) and message.id == self._messages:
-                    return message
-
-    def close(self) -> None:
-        """Stop the ranks, if they run."""
-        if self._executor is not None:
-            self._executor.stop()
-        self._executor = None
 
 
 # ---- in a rank's process -------------------------------------------------------------------------

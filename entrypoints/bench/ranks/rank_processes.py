@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.core.plugin.offers import GraphOffers
@@ -36,30 +35,78 @@ class MeasuredProvider:
     exchanges: bool = False
 
 
-class Ranks:
-    """The rank processes; a context manager that ends them.
+#: function that returns a rank's loop; see ``core.startup.build_rank.build_rank``
+Build = Callable[..., Any]
 
-    The executor of the first measured plan starts them. After a failure they are started anew.
+
+class RankProcesses:
+    """Rank processes that stay from one plan to the next; a context manager that ends them.
+
+    The executor of the first plan starts them. After a failure they are started anew.
 
     Args:
         plugins: the loaded plugins.
+        build: function that returns a rank's loop.
+        action: action of the messages to the ranks.
+
+    Attributes:
+        starts: times that the processes were started.
     """
 
-    def __init__(self, plugins: PluginSet) -> None:
+    def __init__(self, plugins: PluginSet, build: Build, action: str) -> None:
+        self.starts = 0
         self._plugins = plugins
+        self._build = build
+        self._action = action
         self._executor: Any = None
         self._messages = 0
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end()
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def asked(self, plan: EnginePlan, args: Mapping[str, Any]) -> Reply:
+        """Send the ranks a plan with further arguments, and return rank 0's reply.
+
+        Raises:
+            EngineDead: a rank has failed.
+        """
+        try:
+            return self._reply(plan, args)
+        except EngineDead:
+            self.close()
+            raise
+
+    def _reply(self, plan: EnginePlan, args: Mapping[str, Any]) -> Reply:
+        if self._executor is None:
+            self._executor = make_executor(plan, self._plugins)
+            self._executor.start(plan, self._build)
+            self.starts += 1
+        self._messages += 1
+        given = {**args, "plan": plan.to_json().decode()}
+        self._executor.submit(encode([Control(self._messages, self._action, given)]))
+        while True:
+            frame = self._executor.outputs(None)  # None after a heartbeat
+            for message in decode_outbound(frame) if frame else []:
+                if isinstance(message, Reply) and message.id == self._messages:
+                    return message
+
+    def close(self) -> None:
+        """Stop the ranks, if they run."""
+        if self._executor is not None:
+            self._executor.stop()
+        self._executor = None
+
+
+class Ranks(RankProcesses):
+    """The rank processes that measure exchanges."""
+
+    def __init__(self, plugins: PluginSet) -> None:
+        from glowplug.entrypoints.bench.ranks import measured_rank  # imports torch
+
+        super().__init__(plugins, measured_rank.build, "measure")
 
     def measure(
         self, provider: MeasuredProvider, plan: EnginePlan, work: Mapping[str, Any]
@@ -71,37 +118,11 @@ class Ranks:
             UnusableError: the plan's components cannot exchange on this machine.
             GlowplugError: a result is wrong.
         """
-        try:
-            reply = self._asked(plan, {**work, "captured": captures(plan, self._plugins)})
-        except EngineDead:
-            self._end()
-            raise
+        reply = self.asked(plan, {**work, "captured": captures(plan, self._plugins)})
         if not reply.ok:
             raise (GlowplugError if reply.data["wrong"] else UnusableError)(reply.error)
         layout = {"mesh": plan.mesh} if provider.exchanges else {}
         return [{"provider": provider.label, **row, **layout} for row in reply.data["rows"]]
-
-    def _asked(self, plan: EnginePlan, work: Mapping[str, Any]) -> Reply:
-        """Send the ranks a plan, and return rank 0's reply."""
-        from glowplug.entrypoints.bench.ranks import measured_rank
-
-        if self._executor is None:
-            self._executor = make_executor(plan, self._plugins)
-            self._executor.start(plan, measured_rank.build)
-        self._messages += 1
-        given = {**work, "plan": plan.to_json().decode()}
-        self._executor.submit(encode([Control(self._messages, "measure", given)]))
-        while True:
-            frame = self._executor.outputs(None)  # None after a heartbeat
-            for message in decode_outbound(frame) if frame else []:
-                if isinstance(message, Reply) and message.id == self._messages:
-                    return message
-
-    def _end(self) -> None:
-        """Stop the ranks, if they run."""
-        if self._executor is not None:
-            self._executor.stop()
-        self._executor = None
 
 
 def captures(plan: EnginePlan, plugins: PluginSet) -> bool:
