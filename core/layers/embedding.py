@@ -42,8 +42,8 @@ class Embedding(Module):
         shard = self._shard
         if shard.size == shard.full:
             return rows_at(self.weight, ids)
-        # NOTE: each operation is a launch; masks made of two comparisons, and copies that they were
-        # applied to, took 16 us of a decode step with 8 rows
+        # NOTE: every operation is a kernel launch. Two comparisons, and masks applied to copies,
+        # took 16 us of a decode step with 8 rows
         wanted = ids - shard.start
         local = wanted.clamp(0, shard.size - 1)
         rows = rows_at(self.weight, local).masked_fill_((local != wanted).unsqueeze(1), 0)

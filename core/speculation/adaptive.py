@@ -4,8 +4,8 @@ For each size, the expected tokens of a step are the sum over the decoding rows 
 products of the row's acceptance rates at each depth; the size with the most expected tokens per
 second is chosen. A row's rate at a depth is the share of accepted drafts there, among those whose
 predecessors were accepted. Recent results count more, and a row with few results is taken to be
-like the mean of all rows. Of algorithms that foresee drafts (``expect``), only rows that have some
-count in the rates, and gain tokens by them.
+like the mean of all rows. If the algorithm foresees drafts (``expect``), only rows with drafts
+count in the rates, and only they are expected to gain tokens by drafts.
 
 Chains and trees have rates of their own: a tree accepts any of its branches. A step shows the rates
 of its kind alone. Those of the other kind are taken to change with them, so that the odds of both

@@ -1,12 +1,12 @@
 """Seconds of a step by size of the drafts and rows: those of the start, corrected in service.
 
 The start measures steps of short sequences and leaves out the work of the host around them. In
-service, long sequences or a busy host make steps slower, all sizes by about the same time. Where
-the start took the seconds of many rows from those of few, or measured first steps, which may take
-many times as long, steps are faster, all sizes by about the same factor. The difference is measured
-for each size and number of rows that occurs; a size without new measurements is taken to differ
-like the nearest one that has some. Steps are spent to measure smaller sizes than the chosen one
-(``unmeasured``), as those that the host limits are no faster than larger ones.
+service, long sequences or a busy host make steps slower, all sizes by about the same time. Steps
+are faster than measured where the start extrapolated from few rows, or timed the first step of a
+size, which may take many times as long: then all sizes by about the same factor. The difference is
+measured for each size and number of rows that occurs; a size without new measurements is taken to
+differ like the nearest one that has some. Steps are spent to measure smaller sizes than the chosen
+one (``unmeasured``), as those that the host limits are no faster than larger ones.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_an_admission_reaches_the_engines_sequence(
 def test_prompts_of_one_call_reach_the_engine_in_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as the engine admits; the others follow as room is made."""
+    """The first message has as many as the engine admits, and others follow as room is made."""
     with LLM(
         model=str(write_config(tmp_path, "v3")),
         weights={"use": "random"},
