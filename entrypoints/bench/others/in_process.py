@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,8 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
     """Submit all prompts at once and generate ``output_len`` tokens for each, ignoring EOS.
 
     Nothing else may run in ``llm``. A step in which only some of the sequences get a token does not
-    count as a decode step.
+    count as a decode step. The groups of data-parallel attention report their tokens separately, so
+    their reports are added up until every sequence has a token.
 
     Raises:
         GlowplugError: a sequence ended before its length, so the measured times are meaningless.
@@ -100,19 +102,23 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
     from glowplug.core.step.request import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    has_groups = llm.plan.sizes.groups > 1
     started = now = time.perf_counter()
     waiting = {llm.submit(prompt, params) for prompt in prompts}
     open_streams = set(waiting)
     prefill = 0.0
     marks = []
     gained = []
+    step: Counter[int] = Counter()
     while open_streams:
         deltas = llm.poll()
         now = time.perf_counter()
-        counts = [len(delta.token_ids) for _, delta in deltas if delta.token_ids]
+        if not has_groups:
+            step.clear()
         for stream, delta in deltas:
             if delta.token_ids:
                 waiting.discard(stream)
+                step[id(stream)] += len(delta.token_ids)
             if stream.done:
                 open_streams.discard(stream)
             _check_end(delta, prompts)
@@ -121,9 +127,11 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
         if not prefill:
             prefill = now - started
             marks.append(now)
-        elif len(counts) == len(prompts):
+            step.clear()
+        elif len(step) == len(prompts):
             marks.append(now)
-            gained.append(sum(counts))
+            gained.append(step.total())
+            step.clear()
     decodes = tuple(later - earlier for earlier, later in zip(marks, marks[1:]))
     sizes = len(prompts), len(prompts[0]), output_len
     return BatchTimes(*sizes, prefill, decodes, now - started, tuple(gained))
