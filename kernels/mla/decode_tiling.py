@@ -28,6 +28,11 @@ NARROW_BLOCKS = ((33, 16), (64, 32))
 #: heads on an H200
 MANY_HEADS_MERGE_ROWS = range(1, 9)
 
+#: most heads, half of a block, with which W_UV's GEMM merges the splits of fewer rows too. On an
+#: H200 the decode kernel and the merge take 9.9 and 9.7 us together for 1 and 4 rows of 1024 keys
+#: and 8 heads; with a merge kernel, 11.5 us for 1 row
+HALF_BLOCK_HEADS_MAX = 8
+
 
 @dataclass(frozen=True)
 class MlaTiling:
@@ -89,14 +94,11 @@ def mla_tiling(
     block_n = _keys_per_tile(block_m, dtype, kv, pipeline)
     blocks = max(1, rows * cdiv(width * heads, block_m))
     splits = paged.best_splits(blocks, cdiv(context, block_n), MULTIPROCESSORS)
-    avoids_merge_kernel = (
-        is_short and block_m == 16 and blocks >= LAST_PROGRAM_SPLITS_MAX and not many_heads
-    )
-    merge_in_values = (
-        merge_in_values
-        and splits > 1
-        and width == 1
-        and _merge_is_faster(rows, block_m, many_heads, avoids_merge_kernel)
+    joins = merge_in_values and splits > 1 and width == 1
+    fewest_blocks = 1 if joins and heads <= HALF_BLOCK_HEADS_MAX else LAST_PROGRAM_SPLITS_MAX
+    avoids_merge_kernel = is_short and block_m == 16 and blocks >= fewest_blocks and not many_heads
+    merge_in_values = joins and _merge_is_faster(
+        rows, heads, block_m, many_heads, avoids_merge_kernel
     )
     # avoiding the merge kernel gains more than giving every multiprocessor a split: 8 rows of 1024
     # keys on an H200 take 17.1 us if the last program merges, 20.8 us with 16 splits and the merge
@@ -121,18 +123,22 @@ def _program_shape(
     return (1, 8, 2) if is_wide else (4, 4, 5)
 
 
-def _merge_is_faster(rows: int, block_m: int, many_heads: bool, avoids_merge_kernel: bool) -> bool:
+def _merge_is_faster(
+    rows: int, heads: int, block_m: int, many_heads: bool, avoids_merge_kernel: bool
+) -> bool:
     """Return whether W_UV's GEMM was measured to be faster if it merges the splits.
 
     Args:
         rows: decode rows of the step, padding included
+        heads: query heads
         block_m: (query token, head) pairs per program
         many_heads: a row has more than ``FEW_HEADS_MAX`` heads
         avoids_merge_kernel: a merge kernel would run otherwise
     """
     if many_heads:
         return rows in MANY_HEADS_MERGE_ROWS and block_m < 64
-    return rows in MERGE_IN_VALUES_ROWS and avoids_merge_kernel
+    few = heads <= HALF_BLOCK_HEADS_MAX and rows < MERGE_IN_VALUES_ROWS.start
+    return (few or rows in MERGE_IN_VALUES_ROWS) and avoids_merge_kernel
 
 
 def _pairs_per_block(

@@ -224,21 +224,31 @@ def _tickets(device: torch.device) -> Tensor:
     return torch.zeros(TICKETS_MAX, dtype=torch.int32, device=device)
 
 
+def _is_short(tokens: int, experts: int) -> bool:
+    """Return whether one small block of tokens chooses among few experts, in one launch.
+
+    Measured with 8 tokens, 64 experts and 2048 channels on an H200, norm included: blocks of 16
+    experts, 8 splits and 8 warps take 4.95 us; 32 experts, 4 splits and 4 warps take 5.57.
+    """
+    return VECTOR_TOKENS_MAX < tokens <= 16 and experts <= ONE_LAUNCH_EXPERTS_MAX
+
+
 def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]:
     """Return the numbers of tokens, experts and channels of a block, and of depth splits."""
     deep = next_power_of_2(hidden)
     if tokens <= VECTOR_TOKENS_MAX and deep <= VECTOR_HIDDEN_MAX:
         return 1, 1, deep, 1
     large = tokens >= LARGE_BLOCK_TOKENS_MIN
+    short = _is_short(tokens, experts)
     depth = min(128, max(16, deep))
     rows = 64 if large else 16
-    columns = min(128 if large else 32, max(16, next_power_of_2(experts)))
+    columns = min(128 if large else 16 if short else 32, max(16, next_power_of_2(experts)))
     if large:
         depth = min(64, depth)
     elif experts <= ONE_LAUNCH_EXPERTS_MAX:
         depth = min(256, max(16, deep))
     programs = cdiv(tokens, rows) * cdiv(experts, columns)
-    splits = max(1, min(8, BUSY_PROGRAMS // programs, hidden // (2 * depth)))
+    splits = max(1, min(8, BUSY_PROGRAMS // programs, hidden // (depth if short else 2 * depth)))
     return rows, columns, depth, splits
 
 
@@ -368,7 +378,7 @@ def _launch(
 def _score_constants(
     tokens: int, experts: int, hidden: int, has_groups: bool
 ) -> tuple[dict[str, int], int, tuple[int, int]]:
-    """Return the constants of the score kernel that follow from shapes.
+    """Return the constants and warps of the score kernel, which follow from shapes.
 
     ``CHOOSE``: the score kernel also chooses, because that is cheap.
 
@@ -387,6 +397,7 @@ def _score_constants(
         "LINES": next_power_of_2(cdiv(split_depth, 64)),
         "ROWS": min(block_tokens, 16),
         "CHOOSE": block_tokens == 1 or is_cheap,
+        "num_warps": 8 if _is_short(tokens, experts) else 4,
     }
     grid = constants["E_BLOCKS"] * splits, cdiv(tokens, block_tokens)
     return constants, split_depth, grid

@@ -95,12 +95,14 @@ def choose(
     found = tl.zeros((ROWS, OUT2), tl.float32)
     chosen = tl.zeros((ROWS, OUT2), tl.int32) + (experts - TOPK + column)[None, :]
     for j in tl.static_range(TOPK):
-        best = tl.argmax(choice, 1)
+        value, best = tl.max(choice, 1, return_indices=True)
         hit = place[None, :] == best[:, None]
-        value = tl.sum(tl.where(hit, score, 0.0), 1)
+        if SIGMOID or TOPK_GROUPS < GROUPS:
+            value = tl.sum(tl.where(hit, score, 0.0), 1)
         choice = tl.where(hit, float("-inf"), choice)
         found = tl.where(column[None, :] == j, value[:, None], found)
         chosen = tl.where(column[None, :] == j, (best // PER2 * per + best % PER2)[:, None], chosen)
+    found = tl.where(found == INVALID, float("nan"), found)
     if RENORMALIZE:
         found = found / (tl.sum(found, 1)[:, None] + 1e-20)
     found = tl.where(column[None, :] < TOPK, found * scale, 1.0)
