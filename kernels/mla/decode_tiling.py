@@ -9,9 +9,9 @@ import torch
 
 from glowplug.kernels.launch.cuda_arch import (
     FEW_HEADS_MAX,
-    MERGE_IN_VALUES_ROWS,
     MULTIPROCESSORS,
     SHORT_KEYS_MAX,
+    merge_in_values_rows,
 )
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.paged import page_table as paged
@@ -19,7 +19,7 @@ from glowplug.kernels.paged import page_table as paged
 #: most splits that the last program of a row merges itself (only with tiles of 16 pairs: tiles of
 #: 32 pairs were never measured)
 LAST_PROGRAM_SPLITS_MAX = 8
-#: most splits that W_UV's GEMM merges instead, in steps of MERGE_IN_VALUES_ROWS rows
+#: most splits that W_UV's GEMM merges instead, in steps of ``merge_in_values_rows``
 VALUE_GEMM_SPLITS_MAX = 9
 #: (most blocks, pairs per block) of steps of few short rows with many heads; chosen for about one
 #: program per multiprocessor
@@ -27,11 +27,6 @@ NARROW_BLOCKS = ((33, 16), (64, 32))
 #: row counts of steps with many heads in which W_UV's GEMM merges the splits; measured with 128
 #: heads on an H200
 MANY_HEADS_MERGE_ROWS = range(1, 9)
-
-#: most heads, half of a block, with which W_UV's GEMM merges the splits of fewer rows too. On an
-#: H200 the decode kernel and the merge take 9.9 and 9.7 us together for 1 and 4 rows of 1024 keys
-#: and 8 heads; with a merge kernel, 11.5 us for 1 row
-HALF_BLOCK_HEADS_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -95,10 +90,11 @@ def mla_tiling(
     blocks = max(1, rows * cdiv(width * heads, block_m))
     splits = paged.best_splits(blocks, cdiv(context, block_n), MULTIPROCESSORS)
     joins = merge_in_values and splits > 1 and width == 1
-    fewest_blocks = 1 if joins and heads <= HALF_BLOCK_HEADS_MAX else LAST_PROGRAM_SPLITS_MAX
-    avoids_merge_kernel = is_short and block_m == 16 and blocks >= fewest_blocks and not many_heads
-    merge_in_values = joins and _merge_is_faster(
-        rows, heads, block_m, many_heads, avoids_merge_kernel
+    short_blocks = is_short and block_m == 16 and not many_heads
+    is_fused = joins and short_blocks and rows in merge_in_values_rows(heads)
+    avoids_merge_kernel = short_blocks and (is_fused or blocks >= LAST_PROGRAM_SPLITS_MAX)
+    merge_in_values = is_fused or (
+        joins and many_heads and block_m < 64 and rows in MANY_HEADS_MERGE_ROWS
     )
     # avoiding the merge kernel gains more than giving every multiprocessor a split: 8 rows of 1024
     # keys on an H200 take 17.1 us if the last program merges, 20.8 us with 16 splits and the merge
@@ -121,24 +117,6 @@ def _program_shape(
     if dtype.itemsize > 2:
         return 4, 4, 3
     return (1, 8, 2) if is_wide else (4, 4, 5)
-
-
-def _merge_is_faster(
-    rows: int, heads: int, block_m: int, many_heads: bool, avoids_merge_kernel: bool
-) -> bool:
-    """Return whether W_UV's GEMM was measured to be faster if it merges the splits.
-
-    Args:
-        rows: decode rows of the step, padding included
-        heads: query heads
-        block_m: (query token, head) pairs per program
-        many_heads: a row has more than ``FEW_HEADS_MAX`` heads
-        avoids_merge_kernel: a merge kernel would run otherwise
-    """
-    if many_heads:
-        return rows in MANY_HEADS_MERGE_ROWS and block_m < 64
-    few = heads <= HALF_BLOCK_HEADS_MAX and rows < MERGE_IN_VALUES_ROWS.start
-    return (few or rows in MERGE_IN_VALUES_ROWS) and avoids_merge_kernel
 
 
 def _pairs_per_block(

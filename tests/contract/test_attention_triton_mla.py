@@ -4,6 +4,7 @@ an FP8 cache.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -115,8 +116,9 @@ def test_splits_merged_by_the_values_gemm_interpreted(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [8, 16])
-@pytest.mark.parametrize("rows", [8, 17, 32])
+@pytest.mark.parametrize(
+    ("heads", "rows"), [(8, 1), (8, 5), *itertools.product((8, 16), (8, 17, 32))], ids=str
+)
 @pytest.mark.parametrize("first_key", [0, 1])
 @pytest.mark.parametrize("kept", [None, torch.float8_e4m3fn])
 def test_parts_joined_by_the_values_product(

@@ -194,18 +194,24 @@ def test_an_fp8_cache() -> None:
 
 
 @pytest.mark.parametrize("first_key", [0, 1])
-@pytest.mark.parametrize("rows,splits", [(1, 2), (7, 9), (9, 3), (4, 10), (2, 17)])
-def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: int) -> None:
+@pytest.mark.parametrize(
+    "rows,splits,heads", [(1, 2, 3), (7, 9, 3), (9, 3, 3), (4, 10, 3), (2, 17, 3), (3, 9, 9)]
+)
+def test_parts_joined_by_the_values_product(
+    rows: int, splits: int, heads: int, first_key: int
+) -> None:
     """The reference merges the splits, then multiplies by W_UV; rows without keys or with fewer
     splits have NaN in the memory of the others.
     """
     lengths = [[1, 16, 17, 150, 129, 40, 33, 64, 5][(row + splits) % 9] for row in range(rows)]
-    case = Case(lengths, heads=3, lora=64, rope=16, first_key=first_key, seed=rows)
+    case = Case(lengths, heads=heads, lora=64, rope=16, first_key=first_key, seed=rows)
     case.lengths[rows // 2] = 0 if rows > 1 else 1
     cut = case.cut(block_n=16, splits=splits)
-    both = torch.randn(3, 96, 64, generator=torch.Generator().manual_seed(splits)).to(DEVICE) / 8
+    both = (
+        torch.randn(heads, 96, 64, generator=torch.Generator().manual_seed(splits)).to(DEVICE) / 8
+    )
     w_uv = both[:, 32:].transpose(1, 2)
-    out, wanted = (torch.full((rows, 3, 64), float("nan"), device=DEVICE) for _ in range(2))
+    out, wanted = (torch.full((rows, heads, 64), float("nan"), device=DEVICE) for _ in range(2))
     partial, lse = parts_of(case, cut)
     assert partial.isnan().any(), "not every row has every part"
     mla_values.merge_and_project(partial, lse, case.lengths, w_uv, out, cut.block_n)
@@ -323,9 +329,11 @@ def test_splits_are_left_to_the_values_gemm_where_that_was_measured() -> None:
         for heads in (8, 16)
         for kv in (half, narrow)
     )
+    assert all(cut(rows, heads=heads).merge_in_values for rows in range(1, 8) for heads in (5, 8))
     others = (
         cut(1),
         cut(7),
+        cut(7, heads=9),
         cut(33),
         cut(128),
         cut(8, width=2),

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import math
 
-from glowplug.kernels.launch.cuda_arch import FEW_HEADS_MAX, MERGE_IN_VALUES_ROWS, SHORT_KEYS_MAX
+from glowplug.kernels.launch.cuda_arch import (
+    FEW_HEADS_MAX,
+    SHORT_KEYS_MAX,
+    merge_in_values_rows,
+)
 
 Line = tuple[tuple[float, str], ...]  #: (most rows of a step, kernel), ascending in rows
 
@@ -83,7 +87,7 @@ def short_rows(heads: int) -> range:
     if heads > FEW_HEADS_MAX:
         most, kernel = nearest_entry(heads, SHORT_KEYS_MAX, 1)[0]
         return range(1, 1 + int(most) if kernel == "triton" else 1)
-    return MERGE_IN_VALUES_ROWS if heads <= 16 else range(0)
+    return merge_in_values_rows(heads) if heads <= 16 else range(0)
 
 
 def fastest_mha(queries: int, rows: int) -> str:
