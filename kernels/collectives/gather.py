@@ -154,7 +154,7 @@ def all_gather(
             out.stride(1),
             capacity,
             TILE=tile,
-            num_warps=warps_for(tile),
+            num_warps=warps_for(buffers.tile),
             **buffers.constants(stages),
         )
 
@@ -200,7 +200,7 @@ def reduce_scatter(
             count,
             capacity,
             TILE=tile,
-            num_warps=warps_for(tile),
+            num_warps=warps_for(buffers.tile),
             **buffers.constants(stages),
         )
     return out
