@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.budget.graphs import PAGE, driver_bytes
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
 from tests.gpu.traced_memory import planned as planned_for_card, plugins_of_the_card, written
+from tests.support.layouts import layout
 from tests.support.tiny import write_config
 
 MIB = 1 << 20
@@ -32,6 +35,13 @@ SERVED = {
 }
 #: NOTE: measured before batch sizes were captured for short rows as well; the bytes planned for
 #: these are left out
+
+#: (model, layers, groups) -> MiB served by each of two ranks, whose segments are expandable
+SERVED_BY_TWO_RANKS = {
+    ("deepseek-v2-lite", 27, 0): 1156,
+    ("deepseek-v3", 5, 0): 2766,
+    ("deepseek-v3", 5, 2): 2456,
+}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +87,28 @@ def test_planned_bytes_are_near_the_served_bytes(
     served = SERVED[case][grows] * MIB
     low, high = served - max(UNDER, NEAR * served), served + max(NEAR * served, SMALL)
     assert low <= found <= high, (found / MIB, served / MIB)
+
+
+@pytest.mark.parametrize("case", SERVED_BY_TWO_RANKS)
+def test_planned_bytes_of_two_ranks_are_near_the_served_bytes(
+    case: tuple[str, int, int], card: PluginSet, tmp_path: Path
+) -> None:
+    """A rank keeps its slice of the logits, and its passes hold tensors of the exchange."""
+    name, layers, groups = case
+    plan = make_plan(
+        {
+            "model": str(written(tmp_path, name, layers)),
+            "context_length": 32768,
+            "skip_tokenizer": True,
+            "weights": {"use": "random"},
+            "scheduler": {"max_running_requests": 512},
+            "parallel": layout(2, groups, groups),
+        },
+        plugins=card,
+        hardware=read_sheet("8xh200"),
+    )
+    found = next(line.bytes for line in plan.budget if line.name == "graphs")
+    assert found == pytest.approx(SERVED_BY_TWO_RANKS[case] * MIB, rel=NEAR)
 
 
 @pytest.mark.parametrize(
