@@ -28,6 +28,7 @@ from tests.support.published_commands import plugins
 from tests.support.source_tree import ROOT
 
 RECORD = ROOT / "docs" / "benchmarks" / "several-gpus.json"
+RANK_RECORD = RECORD.with_name("lone-rank-h200.json")
 BANDWIDTH = COPY_BANDWIDTH["H200"]
 RANKS = 8
 CONTEXT = 1024 + 256 // 2  #: tokens of a sequence half-way through its answer
@@ -217,9 +218,9 @@ Decode steps of DeepSeek-V3 (61 layers, block FP8) on eight H200, sequences of {
 """
 ALONE = """## One rank on one GPU
 
-**Not run yet.** `python -m tests.gpu.lone_rank --folder /tmp/v3 --tokenizer /models/v3 --output
-FILE` measures rank 0 of each layout without drafts on one H200, with random weights: its slices of
-all layers, at batch 1, 8, 32 and 128. Exchanges are replaced by copies of the same size
+`python -m tests.gpu.lone_rank --folder /tmp/v3 --tokenizer /models/v3 --output FILE` measures rank
+0 of each layout without drafts on one H200, with random weights: its slices of all layers, at batch
+1, 8, 32 and 128. Exchanges are replaced by copies of the same size
 ([how](../ranks.md#one-rank-without-the-others)). It takes one H200, because the rank's weights
 need {weights}. For each layout and batch FILE then has
 
@@ -248,12 +249,55 @@ def page(table: Table) -> str:
             parts.append(table(_STEP_HEAD, [_step_row(layout, b, drafts) for b in BATCHES]))
     parts += [
         ALONE.format(weights=_weights()),
+        *_measured_alone(table),
         TAIL,
         table(("load", "layout", "bar, tokens/s", "expected"), _bar_rows()),
     ]
     return "\n".join(parts)
 
 
+def _measured_alone(table: Table) -> list[str]:
+    """Return the paragraphs and tables of the measured steps of one rank."""
+    found = json.loads(RANK_RECORD.read_text(encoding="utf-8"))
+    parts = []
+    for layout, steps in found["steps"].items():
+        ratios = sorted(one["step_ms"] / _expected_ms(layout, one) for one in steps)
+        parts += [
+            f"Measured at {found['commit']} ([{RANK_RECORD.name}]({RANK_RECORD.name})), {layout}; "
+            f"the steps take {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as expected:\n",
+            table(_RANK_HEAD, [_rank_row(layout, one) for one in steps]),
+        ]
+    missing = "; ".join(f"{what}: {why}" for what, why in found["not_measured"].items())
+    return [*parts, f"Not measured: {missing}.\n"]
+
+
+def _expected_ms(layout: str, step: Mapping[str, Any]) -> float:
+    return expected(layout, step["batch"], False).expected_ms
+
+
+def _rank_row(layout: str, step: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        str(step["batch"]),
+        str(step["rows_of_rank"]),
+        f"{step['alone_ms']:.1f}",
+        f"{expected(layout, step['batch'], False).read_ms / step['alone_ms']:.0%}",
+        f"{step['exchange_ms']:.2f}",
+        f"{step['step_ms']:.1f}",
+        f"{_expected_ms(layout, step):.1f}",
+        f"{step['tokens_per_s']:,.0f}",
+    )
+
+
+_RANK_HEAD = (
+    "sequences",
+    "rows of the rank",
+    "rank alone, ms",
+    "share of its floor",
+    "exchanges, ms (predicted)",
+    "step, ms",
+    "expected step, ms",
+    "tokens/s",
+)
 _PLAN_HEAD = ("setup", "weights a rank", "total a rank", "KV tokens a group", "groups")
 _STEP_HEAD = (
     "sequences",
