@@ -311,6 +311,18 @@ def test_set_contradicts_as_a_flag_does(plugins: PluginSet) -> None:
     assert not same.refusals and same.data["scheduler"] == {"max_running_requests": 5}
 
 
+def test_set_finds_a_component_in_a_list_by_its_name(plugins: PluginSet) -> None:
+    exchange = "parallel.ep_moe.exchange"
+    found = given(plugins, "--tp", "2", "--ep-size", "2", "--set", f"{exchange}=push").layer
+    assert {"use": "ep_moe", "size": 2, "exchange": "push"} in found.data["parallel"]
+    at = [one["use"] for one in found.data["parallel"]].index("ep_moe")
+    assert found.origins[f"parallel.{at}.exchange"] == f"--set {exchange}"
+    found = given(plugins, "--set", "parallel.tensor.size=2").layer
+    assert found.data["parallel"] == [{"use": "tensor", "size": 2}]
+    found = given(plugins, "--tp", "2", "--set", "parallel.tensor.size=4").layer
+    assert "--tp 2 and --set parallel.tensor.size" in found.refusals[0].reason
+
+
 @pytest.mark.parametrize("name", ["--config", "--facts"])
 def test_files_are_given_once(
     plugins: PluginSet, capsys: pytest.CaptureFixture[str], name: str

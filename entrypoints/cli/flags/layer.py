@@ -15,6 +15,8 @@ from glowplug.entrypoints.cli.flags.parallel import SECTION, SIZE_FIELDS, larger
 from glowplug.entrypoints.cli.flags.table import NO_EFFECT_WITH, NO_EFFECT_WITHOUT
 
 _ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
+#: option of a component in a list of sections, by the component's name
+_NAMED_OPTION = re.compile(r"(parallel|outputs)\.([^\W\d]\w*)\.(\w+)")
 
 
 def command_line_layer(
@@ -171,14 +173,17 @@ def _apply_override(layer: Layer, override: str) -> None:
     """Set the value of one ``--set A.B=VALUE`` in ``layer``.
 
     If VALUE is a section or a list of sections, each value inside is recorded as set by this
-    override. A mistake adds a refusal to ``layer``.
+    override. In a list of sections a component's name stands for its number, as in
+    ``parallel.ep_moe.exchange``. A mistake adds a refusal to ``layer``.
     """
     path, equals, text = override.partition("=")
     path = path.strip()
     try:
         if not equals:
             raise ValueError("expected A.B=VALUE")
-        for leaf, value in _leaves(path, literal(text.strip())):
+        for given, value in _leaves(path, literal(text.strip())):
+            named = _NAMED_OPTION.sub(r"\1[\2].\3", given)
+            leaf = _resolve_item(layer, named, f"--set {path}")
             before = _origin(layer, leaf)
             if before and value_at(layer.data, leaf) != value:
                 layer.refusals.append(_contradiction(leaf, before, f"--set {path}"))
