@@ -82,6 +82,7 @@ def _add_norm(
     if STAGES & 1:
         push(bits_of(mine), at, inside, peers, turn, capacity, total, RANK, RANKS)
     if STAGES & 2:
+        clear(at, None, own, turn, capacity, RANKS)
         before = tl.load(residual + row * size + column, mask=inside, other=0.0)
         value = sum_of_ranks(mine, at, inside, own, turn, capacity, fault, RANK, RANKS, LIMIT)
         # the sum is rounded as an all-reduce rounds it
@@ -94,7 +95,6 @@ def _add_norm(
             tl.store(plain + row * size + column, normed.to(mine.dtype), mask=inside)
         if QUANTIZED:
             store_quantized(normed, values, scales, row, group, column, size, scale_stride)
-        clear(at, None, own, turn, capacity, RANKS)
         next_turn(turns, row, turn)
 
 

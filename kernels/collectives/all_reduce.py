@@ -68,11 +68,11 @@ def _one_shot(
             turn = tl.load(turns + tile)
             at = tile * TILE + tl.arange(0, TILE)
             mine = tl.load(x + at, mask=at < count)
+            clear(at, None, own, turn, capacity, RANKS)
             total = sum_of_ranks(
                 mine, at, at < count, own, turn, capacity, fault, RANK, RANKS, LIMIT
             )
             tl.store(out + at, total.to(mine.dtype), mask=at < count)
-            clear(at, None, own, turn, capacity, RANKS)
             next_turn(turns, tile, turn)
 
 
@@ -120,12 +120,12 @@ def _two_shot(
                 at = tile * TILE + column
                 within = tile // RANKS * TILE + column
                 mine = tl.load(x + at, mask=at < count)
+                clear(within, None, own_terms, turn, capacity, RANKS)
                 total = sum_of_ranks(
                     mine, within, at < count, own_terms, turn, capacity, fault, RANK, RANKS, LIMIT
                 ).to(mine.dtype)
                 push(bits_of(total), within, at < count, sums, turn, capacity, x, RANK, RANKS)
                 tl.store(out + at, total, mask=at < count)
-                clear(within, None, own_terms, turn, capacity, RANKS)
     if STAGES & 4:
         for tile in range(first, tiles, tl.num_programs(0)):
             owner = tile % RANKS
@@ -133,11 +133,11 @@ def _two_shot(
             at = tile * TILE + column
             if owner != RANK:
                 within = tile // RANKS * TILE + column
+                former = slot_of((turn + TURNS - 1) % TURNS, owner, RANK, capacity, RANKS) + within
+                clear_one(own_sums + former, None, own_sums)
                 place = slot_of(turn, owner, RANK, capacity, RANKS) + within
                 bits = received(own_sums + place, at < count, fault, owner, LIMIT)
                 tl.store(out + at, bits.to(out.dtype.element_ty, bitcast=True), mask=at < count)
-                former = slot_of((turn + TURNS - 1) % TURNS, owner, RANK, capacity, RANKS) + within
-                clear_one(own_sums + former, None, own_sums)
             next_turn(turns, tile, turn)
 
 

@@ -62,6 +62,7 @@ def _combine(
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     choice = tl.arange(0, BLOCK_K)
+    pitch = tl.arange(0, BLOCK_PITCH)
     chosen = choice < TOPK
     dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, y)
@@ -80,6 +81,7 @@ def _combine(
     if STAGES & 2:
         for row in range(first, rows, tl.num_programs(0)):
             turn = tl.load(turns + row)
+            clear(row * PITCH + pitch, pitch < PITCH, own, turn, capacity, RANKS)
             size = tl.where(row < tokens, hidden, 0)  # rows after the tokens are empty
             topk = tl.where(row < tokens, TOPK, 0)
             experts = tl.load(ids + row * ids_stride + choice, mask=choice < topk, other=-1)
@@ -100,8 +102,6 @@ def _combine(
                 total += tl.load(there, mask=column < size, other=0.0).to(tl.float32)
             value = total.to(out.dtype.element_ty)
             tl.store(out + row * hidden + column, value, mask=column < hidden)
-            pitch = tl.arange(0, BLOCK_PITCH)
-            clear(row * PITCH + pitch, pitch < PITCH, own, turn, capacity, RANKS)
             next_turn(turns, row, turn)
 
 

@@ -126,6 +126,7 @@ def _dispatch(
     choice = tl.arange(0, BLOCK_K)
     chosen = choice < TOPK
     group = tl.arange(0, BLOCK_G)
+    pitch = tl.arange(0, BLOCK_PITCH)
     dependent_launch.begin(DEPENDENT)
     own = buffers_of(peers, RANK, x)
     dependent_launch.wait(DEPENDENT)
@@ -159,6 +160,7 @@ def _dispatch(
     if STAGES & 2:
         for row in range(first, rows, tl.num_programs(0)):
             turn = tl.load(turns + row)
+            clear(row * PITCH + pitch, pitch < PITCH, own, turn, capacity, RANKS)
             for source in tl.static_range(RANKS):
                 there = source * rows + row
                 if source == RANK:
@@ -196,8 +198,6 @@ def _dispatch(
                 if GROUPS > 0:
                     at = out_scales + there * out_scale_stride + group * out_group_stride
                     tl.store(at, scale, mask=scaled)
-            pitch = tl.arange(0, BLOCK_PITCH)
-            clear(row * PITCH + pitch, pitch < PITCH, own, turn, capacity, RANKS)
             next_turn(turns, row, turn)
 
 

@@ -71,13 +71,13 @@ def _all_gather(
             column = tile % tiles_a_row * TILE + within
             inside = column < columns
             place = tile * TILE + within
+            clear(place, None, own, turn, capacity, RANKS)
             for distance in tl.static_range(1, RANKS):
                 source = (RANK + distance) % RANKS
                 at = own + slot_of(turn, source, RANK, capacity, RANKS) + place
                 bits = received(at, inside, fault, source, LIMIT)
                 there = out + row * row_stride + source * rank_stride + column
                 tl.store(there, bits.to(out.dtype.element_ty, bitcast=True), mask=inside)
-            clear(place, None, own, turn, capacity, RANKS)
             next_turn(turns, tile, turn)
 
 
@@ -117,11 +117,11 @@ def _reduce_scatter(
             turn = tl.load(turns + tile)
             at = tile * TILE + tl.arange(0, TILE)
             mine = tl.load(x + RANK * count + at, mask=at < count)
+            clear(at, None, own, turn, capacity, RANKS)
             total = sum_of_ranks(
                 mine, at, at < count, own, turn, capacity, fault, RANK, RANKS, LIMIT
             )
             tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
-            clear(at, None, own, turn, capacity, RANKS)
             next_turn(turns, tile, turn)
 
 

@@ -256,6 +256,8 @@ def clear_one(place, mask, like):
 def clear(at, mask, own, turn, capacity, RANKS: tl.constexpr):
     """Mark the words at index ``at`` of the buffer that the previous call filled as empty.
 
+    A kernel clears before it polls for data, so that the stores run while it waits.
+
     ``turn``: index of the buffer that this call fills.
     """
     former = (turn + TURNS - 1) % TURNS
