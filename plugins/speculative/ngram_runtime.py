@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,8 +61,7 @@ class NGram(TokenDrafts):
             if not self.ragged:
                 return None
             found = ngram_reference.have_matches(tokens, rows, lengths, self._shortest)
-            drafts = self._shape.tokens - 1
-            return torch.tensor([drafts * one for one in found], dtype=torch.int32)
+            return torch.from_numpy(np.array(found, np.int32) * np.int32(self._shape.tokens - 1))
         self._found[rows], self._matches[rows] = self._drafts(tokens, rows, lengths, self._shape)
         return self._matches[rows].clamp(max=1) * (self._shape.tokens - 1) if self.ragged else None
 
