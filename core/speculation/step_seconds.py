@@ -5,11 +5,22 @@ service, long sequences or a busy host make steps slower, all sizes by about the
 are faster than measured where the start extrapolated from few rows, or timed the first step of a
 size, which may take many times as long: then all sizes by about the same factor. The difference is
 measured for each size and number of rows that occurs; a size without new measurements is taken to
-differ like the nearest one that has some. Steps are spent to measure smaller sizes than the chosen
-one (``unmeasured``), as those that the host limits are no faster than larger ones.
+differ like the nearest one that has some.
+
+Other work on the machine makes all steps slower for a while, by the same factor: on a CPU with two
+hyperthreads in use 1.6 times, for 10 to 200 steps. Sizes that were measured at different times
+would then seem to differ. Seconds are therefore divided by the pace of the steps before: the median
+of their seconds, relative to those that are usual for their sizes.
+
+Steps are spent to measure smaller sizes than the chosen one (``unmeasured``), as those that the
+host limits are no faster than larger ones.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +30,52 @@ Floats = NDArray[np.float64]
 KEPT = 8  #: measurements of a size and number of rows that count; their median is taken
 LEAST_KEPT = 3  #: measurements from which on the median is used
 TRIES = 2 * LEAST_KEPT  #: steps spent to measure a size
+PACE_STEPS = 5  #: measurements that show the pace
 #: later measurements, of any size, after which those of a size no longer count
 FRESH_MEASUREMENTS = 1000
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=KEPT)
+
+
+@dataclass
+class _Size:
+    """Measurements of steps with drafts of one size and about one number of rows.
+
+    Attributes:
+        slower: seconds more than those of the start, at least 0.
+        factors: seconds relative to those of the start, at most 1.
+        last: number of the last measurement.
+        tries: steps spent to measure the size.
+    """
+
+    slower: deque[float] = field(default_factory=_recent)
+    factors: deque[float] = field(default_factory=_recent)
+    last: int = 0
+    tries: int = 0
+
+    @property
+    def measured(self) -> bool:
+        """There are enough measurements for their median."""
+        return len(self.slower) >= LEAST_KEPT
+
+    def difference(self) -> tuple[float, float]:
+        """Return the median of ``slower`` and that of ``factors``.
+
+        NOTE: for these few numbers ``numpy.median`` takes ten times as long.
+        """
+        return median(self.slower), median(self.factors)
+
+    def add(self, seconds: float, started: float) -> None:
+        """Add a measurement; ``started``: the seconds of the start."""
+        self.slower.append(max(seconds - started, 0.0))
+        self.factors.append(min(seconds / started, 1.0))
+
+    def clear(self) -> None:
+        """Forget the measurements."""
+        self.slower.clear()
+        self.factors.clear()
 
 
 class StepSeconds:
@@ -35,12 +90,10 @@ class StepSeconds:
         self._measured: Floats = np.maximum.accumulate(measured, 0)
         sizes, rows = measured.shape
         groups = rows.bit_length() + 1
-        self._slower = np.zeros((groups, sizes, KEPT))  # seconds more than measured, at least 0
-        self._factors = np.ones((groups, sizes, KEPT))  # seconds to those measured, at most 1
-        self._counts = np.zeros((groups, sizes), np.int64)
-        self._last = np.zeros((groups, sizes), np.int64)  # number of the last measurement
-        self._tries = np.zeros((groups, sizes), np.int64)
-        self._number = 0
+        self._sizes = [[_Size() for _ in range(sizes)] for _ in range(groups)]
+        self._number = 0  # of measurements
+        #: seconds of the last measurements relative to those usual for their sizes
+        self._paces = deque([1.0], PACE_STEPS)
         self._corrected: dict[int, Floats] = {}
 
     def at(self, rows: int) -> Floats:
@@ -52,16 +105,17 @@ class StepSeconds:
 
     def add(self, place: int, rows: int, seconds: float) -> None:
         """Add a measurement of a step of ``rows`` rows with drafts of the size at ``place``."""
-        group = rows.bit_length()
+        size = self._sizes[rows.bit_length()][place]
+        started = float(self._measured[place, rows])
         self._number += 1
-        if self._number - self._last[group, place] > FRESH_MEASUREMENTS:
-            self._counts[group, place] = 0
-        slot = int(self._counts[group, place]) % KEPT
-        measured = self._measured[place, rows]
-        self._slower[group, place, slot] = max(seconds - measured, 0.0)
-        self._factors[group, place, slot] = min(seconds / measured, 1.0)
-        self._counts[group, place] += 1
-        self._last[group, place] = self._number
+        if self._number - size.last > FRESH_MEASUREMENTS:
+            size.clear()
+        size.last = self._number
+        pace = median(self._paces)
+        if size.measured:
+            slower, factor = size.difference()
+            self._paces.append(seconds / (started * factor + slower))
+        size.add(seconds / pace, started)
 
     def unmeasured(self, rows: int, below: int) -> int | None:
         """Return the place of a size to measure, the largest below a place; None: there is none.
@@ -69,22 +123,19 @@ class StepSeconds:
         A size is measured by a few steps, and again when its measurements no longer count. Steps
         beside prompts are not measured, so no more than ``TRIES`` steps are spent without success.
         """
-        if not below:
-            return None
-        group = rows.bit_length()
-        known = self._known(group)[:below]
-        self._tries[group, :below][known] = 0
-        wanted = np.flatnonzero(~known & (self._tries[group, :below] < TRIES))
-        if not len(wanted):
-            return None
-        self._tries[group, wanted[-1]] += 1
-        return int(wanted[-1])
+        wanted = None
+        for place, size in enumerate(self._sizes[rows.bit_length()][:below]):
+            if self._known(size):
+                size.tries = 0
+            elif size.tries < TRIES:
+                wanted = place
+        if wanted is not None:
+            self._sizes[rows.bit_length()][wanted].tries += 1
+        return wanted
 
-    def _known(self, group: int) -> NDArray[np.bool_]:
-        """Return whether each size has enough measurements that count, bool [sizes]."""
-        known: NDArray[np.bool_] = self._number - self._last[group] < FRESH_MEASUREMENTS
-        known &= self._counts[group] >= LEAST_KEPT
-        return known
+    def _known(self, size: _Size) -> bool:
+        """Return whether a size has enough measurements that count."""
+        return size.measured and self._number - size.last < FRESH_MEASUREMENTS
 
     def refresh(self) -> None:
         """Let ``at`` return seconds that all measurements so far correct."""
@@ -92,15 +143,12 @@ class StepSeconds:
 
     def _correct(self, rows: int) -> Floats:
         """Return the corrected seconds of a step of ``rows`` rows."""
-        group = rows.bit_length()
+        sizes = self._sizes[rows.bit_length()]
         measured = self._measured[:, rows]
-        known = np.flatnonzero(self._known(group))
-        if not len(known):
+        known = [place for place, size in enumerate(sizes) if self._known(size)]
+        if not known:
             return measured
-        kept = int(min(KEPT, self._counts[group, known].min()))
-        slower, factor = (
-            np.median(kind[group, known, :kept], axis=1) for kind in (self._slower, self._factors)
-        )
+        slower, factor = np.array([sizes[place].difference() for place in known]).T
         places = np.arange(len(measured))
         nearest = np.abs(places[:, None] - known).argmin(1)
         corrected = measured * factor[nearest] + slower[nearest]
