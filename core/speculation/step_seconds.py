@@ -7,10 +7,10 @@ size, which may take many times as long: then all sizes by about the same factor
 measured for each size and number of rows that occurs; a size without new measurements is taken to
 differ like the nearest one that has some.
 
-Other work on the machine makes all steps slower for a while, by the same factor: on a CPU with two
-hyperthreads in use 1.6 times, for 10 to 200 steps. Sizes that were measured at different times
-would then seem to differ. Seconds are therefore divided by the pace of the steps before: the median
-of their seconds, relative to those that are usual for their sizes.
+Other work on the machine may make all steps slower for a while, by about the same factor: plain
+steps on a shared CPU took up to 1.6 times as long for 10 to 200 steps. Sizes that were measured at
+different times would then seem to differ. Seconds are therefore divided by the pace of the steps
+before: the median of their seconds, relative to those that are usual for their sizes.
 
 Steps are spent to measure smaller sizes than the chosen one (``unmeasured``), as those that the
 host limits are no faster than larger ones.
