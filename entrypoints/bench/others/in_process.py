@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,39 +102,49 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
     from glowplug.core.step.request import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    has_groups = llm.plan.sizes.groups > 1
     started = now = time.perf_counter()
-    waiting = {llm.submit(prompt, params) for prompt in prompts}
-    open_streams = set(waiting)
-    prefill = 0.0
-    marks = []
-    gained = []
-    step: Counter[int] = Counter()
+    open_streams = {llm.submit(prompt, params) for prompt in prompts}
+    steps = _Steps(len(prompts), llm.plan.sizes.groups > 1)
     while open_streams:
         deltas = llm.poll()
         now = time.perf_counter()
-        if not has_groups:
-            step.clear()
+        steps.add({id(stream): len(delta.token_ids) for stream, delta in deltas}, now)
         for stream, delta in deltas:
-            if delta.token_ids:
-                waiting.discard(stream)
-                step[id(stream)] += len(delta.token_ids)
             if stream.done:
                 open_streams.discard(stream)
             _check_end(delta, prompts)
-        if waiting or not deltas:
-            continue
-        if not prefill:
-            prefill = now - started
-            marks.append(now)
-            step.clear()
-        elif len(step) == len(prompts):
-            marks.append(now)
-            gained.append(step.total())
-            step.clear()
-    decodes = tuple(later - earlier for earlier, later in zip(marks, marks[1:]))
+    decodes = tuple(later - earlier for earlier, later in zip(steps.ends, steps.ends[1:]))
     sizes = len(prompts), len(prompts[0]), output_len
-    return BatchTimes(*sizes, prefill, decodes, now - started, tuple(gained))
+    prefill = steps.ends[0] - started if steps.ends else 0.0
+    return BatchTimes(*sizes, prefill, decodes, now - started, tuple(steps.gained))
+
+
+class _Steps:
+    """The steps of a static batch, found from the tokens of each poll.
+
+    Attributes:
+        ends: the time when every sequence had its first token, then the end of each decode step.
+        gained: tokens that each decode step gained.
+    """
+
+    def __init__(self, sequences: int, has_groups: bool) -> None:
+        self.ends: list[float] = []
+        self.gained: list[int] = []
+        self._sequences = sequences
+        self._has_groups = has_groups
+        self._step: Counter[int] = Counter()
+
+    def add(self, tokens: Mapping[int, int], now: float) -> None:
+        """Add the numbers of tokens that sequences got, and end the step if all have some."""
+        if self.ends and not self._has_groups:
+            self._step.clear()
+        self._step.update({one: count for one, count in tokens.items() if count})
+        if len(self._step) < self._sequences:
+            return
+        if self.ends:
+            self.gained.append(self._step.total())
+        self.ends.append(now)
+        self._step.clear()
 
 
 def _check_end(delta: Delta, prompts: Sequence[list[int]]) -> None:
