@@ -113,7 +113,8 @@ def peer_buffers(
 
     Args:
         rank: this rank's number in the group.
-        addresses: address of each rank's buffers in this rank's address space.
+        addresses: address of each rank's buffers in this rank's address space, a multiple of
+            ``BUFFER_ALIGNMENT``.
         capacity: 16-bit words that a rank can send to a peer in one call, a multiple of ``tile``.
         tile: 16-bit words per tile.
         fault: as in ``PeerBuffers``; its device is the device of the rank.
@@ -121,6 +122,7 @@ def peer_buffers(
         tiles: number of tiles in ``PeerBuffers.turns``; 0: the tiles of ``capacity``.
     """
     assert capacity % tile == 0, "turns are counted for whole tiles"
+    assert not any(address % BUFFER_ALIGNMENT.value for address in addresses), "vectors are aligned"
     device = fault.device
     return PeerBuffers(
         rank=rank,
