@@ -186,12 +186,12 @@ def merge(over: Layer, under: Layer) -> Layer:
     for path, _, _ in merged.replaced:
         merged.origins.pop(path, None)
     for path, place in over.origins.items():
-        if path.partition(".")[0] not in _LISTS:
+        if path.partition(".")[0] not in LISTS:
             merged.origins[path] = place
     return merged
 
 
-_LISTS = frozenset({"parallel", "outputs"})
+LISTS = frozenset({"parallel", "outputs"})  #: lists of sections, each of a component
 
 
 def _replaced(
@@ -239,7 +239,7 @@ def _common(section: str) -> frozenset[str]:
 
 
 def _merge(value: Any, below: Any, path: str, over: Layer, merged: Layer) -> Any:
-    if path in _LISTS and isinstance(value, list):
+    if path in LISTS and isinstance(value, list):
         return _merge_list(value, below if isinstance(below, list) else [], path, over, merged)
     if isinstance(value, dict) and isinstance(below, dict):
         joined = dict(below)

@@ -139,14 +139,15 @@ class StepSeconds:
         A size is measured by a few steps, and again when its measurements no longer count. Steps
         beside prompts are not measured, so no more than ``TRIES`` steps are spent without success.
         """
+        sizes = self._sizes[rows.bit_length()][:below]
         wanted = None
-        for place, size in enumerate(self._sizes[rows.bit_length()][:below]):
+        for place, size in enumerate(sizes):
             if self._known(size):
                 size.tries = 0
             elif size.tries < TRIES:
                 wanted = place
         if wanted is not None:
-            self._sizes[rows.bit_length()][wanted].tries += 1
+            sizes[wanted].tries += 1
         return wanted
 
     def _known(self, size: _Size) -> bool:

@@ -257,7 +257,7 @@ class TokenDrafts(ABC):
         self._computed[rows] = kept.clamp(max=self._context).int()
 
     def _keep_on_host(self, batch: Batch, accepted: Accepted, width: int) -> None:
-        """Do the work of ``_keep_decoded`` by numpy, which takes a third of torch's time here."""
+        """Do the work of ``_keep_decoded`` by numpy, in half of torch's time on a CPU."""
         decodes = batch.num_decodes
         rows = batch.row_ids.numpy()[:decodes]
         lengths = batch.positions.numpy()[: decodes * width : width]

@@ -122,7 +122,7 @@ def peer_buffers(
         tiles: number of tiles in ``PeerBuffers.turns``; 0: the tiles of ``capacity``.
     """
     assert capacity % tile == 0, "turns are counted for whole tiles"
-    assert not any(address % BUFFER_ALIGNMENT.value for address in addresses), "vectors are aligned"
+    assert not any(address % BUFFER_ALIGNMENT.value for address in addresses), "not aligned"
     device = fault.device
     return PeerBuffers(
         rank=rank,

@@ -21,7 +21,6 @@ from glowplug.kernels.paged import page_table as paged
 LAST_PROGRAM_SPLITS_MAX = 8
 #: most splits that W_UV's GEMM merges instead, in steps of ``merge_in_values_rows``
 VALUE_GEMM_SPLITS_MAX = 9
-MOST_SPLITS = 1 << 16  #: no limit: more splits than any row has tiles
 #: (most blocks, pairs per block) of steps of few short rows with many heads; chosen for about one
 #: program per multiprocessor
 NARROW_BLOCKS = ((33, 16), (64, 32))
@@ -91,14 +90,14 @@ def mla_tiling(
     blocks = max(1, rows * cdiv(width * heads, block_m))
     splits = paged.best_splits(blocks, cdiv(context, block_n), MULTIPROCESSORS)
     joins = merge_in_values and splits > 1 and width == 1
-    is_fused, most_splits = _merge_of(rows, heads, block_m, blocks, is_short, joins)
-    return MlaTiling(block_m, block_n, min(splits, most_splits), *program, pipeline, is_fused)
+    is_fused, splits = _merge_of(rows, heads, block_m, blocks, splits, is_short, joins)
+    return MlaTiling(block_m, block_n, splits, *program, pipeline, is_fused)
 
 
 def _merge_of(
-    rows: int, heads: int, block_m: int, blocks: int, is_short: bool, joins: bool
+    rows: int, heads: int, block_m: int, blocks: int, splits: int, is_short: bool, joins: bool
 ) -> tuple[bool, int]:
-    """Return whether W_UV's GEMM merges the splits, and the most splits.
+    """Return whether W_UV's GEMM merges the splits, and the number of splits.
 
     Avoiding the merge kernel gains more than giving every multiprocessor a split: 8 rows of 1024
     keys on an H200 take 17.1 us if the last program merges, 20.8 us with 16 splits and the merge
@@ -109,17 +108,19 @@ def _merge_of(
         heads: query heads
         block_m: (query token, head) pairs per program
         blocks: blocks of pairs of all rows
+        splits: KV splits per row that give every multiprocessor work
         is_short: the Hopper kernel decodes rows of at most ``SHORT_KEYS_MAX`` keys
         joins: W_UV's GEMM may merge the splits, and rows have one token
     """
     if heads > FEW_HEADS_MAX:
-        few = is_short and block_m < 64 and rows in MANY_HEADS_MERGE_ROWS
-        return joins and few, MOST_SPLITS
+        return joins and is_short and block_m < 64 and rows in MANY_HEADS_MERGE_ROWS, splits
     if not is_short or block_m != 16:
-        return False, MOST_SPLITS
+        return False, splits
     if joins and rows in merge_in_values_rows(heads):
-        return True, VALUE_GEMM_SPLITS_MAX
-    return False, LAST_PROGRAM_SPLITS_MAX if blocks >= LAST_PROGRAM_SPLITS_MAX else MOST_SPLITS
+        return True, min(splits, VALUE_GEMM_SPLITS_MAX)
+    if blocks >= LAST_PROGRAM_SPLITS_MAX:
+        splits = min(splits, LAST_PROGRAM_SPLITS_MAX)
+    return False, splits
 
 
 def _program_shape(

@@ -13,16 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.launch import dependent_launch
+from glowplug.kernels.launch.cuda_arch import HALF_BLOCK_HEADS_MAX
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 PROGRAM_COLUMNS = 32  #: columns of one head's GEMM per program
 PROGRAM_ROWS = 8  #: rows (tokens) per program
-#: most heads with which few rows, at most PROGRAM_ROWS, have the next two constants. On an H200, 8
-#: rows of 1024 keys with 8 heads take 10.4 us with them, the decode kernel included, and 11.9 us
-#: with 32 columns and 9 splits at once
-FEW_HEADS_MAX = 8
-FEW_HEADS_COLUMNS = 64  #: columns per program of these
-FEW_HEADS_SPLITS_PER_LOAD = 5  #: splits loaded at a time by these
+#: the next two constants are those of small steps: at most PROGRAM_ROWS rows and
+#: HALF_BLOCK_HEADS_MAX heads. On an H200, 8 rows of 1024 keys with 8 heads take 10.4 us with them,
+#: the decode kernel included, and 11.9 us with 32 columns and 9 splits at once
+SMALL_STEP_COLUMNS = 64  #: columns of one head's GEMM per program
+SMALL_STEP_SPLITS_PER_LOAD = 5  #: splits loaded at a time
 ONE_LOAD_SPLITS_MAX = 9  #: splits up to which all are loaded at once
 SPLITS_PER_LOAD = 8  #: splits loaded at a time if there are more
 #: parts of the GEMM's depth that warps sum in parallel; measured with 16 heads on an H200
@@ -156,6 +156,6 @@ def merge_and_project(
 
 def _program(rows: int, heads: int, splits: int, value: int) -> tuple[int, int]:
     """Return a program's columns of a head's ``value`` columns, and the splits of each load."""
-    if rows <= PROGRAM_ROWS and heads <= FEW_HEADS_MAX and value % FEW_HEADS_COLUMNS == 0:
-        return FEW_HEADS_COLUMNS, min(splits, FEW_HEADS_SPLITS_PER_LOAD)
+    if rows <= PROGRAM_ROWS and heads <= HALF_BLOCK_HEADS_MAX and value % SMALL_STEP_COLUMNS == 0:
+        return SMALL_STEP_COLUMNS, min(splits, SMALL_STEP_SPLITS_PER_LOAD)
     return PROGRAM_COLUMNS, splits if splits <= ONE_LOAD_SPLITS_MAX else SPLITS_PER_LOAD

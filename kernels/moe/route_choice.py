@@ -97,7 +97,7 @@ def choose(
     for j in tl.static_range(TOPK):
         value, best = tl.max(choice, 1, return_indices=True)
         hit = place[None, :] == best[:, None]
-        if SIGMOID or TOPK_GROUPS < GROUPS:
+        if SIGMOID or TOPK_GROUPS < GROUPS:  # experts are chosen by other numbers than scores
             value = tl.sum(tl.where(hit, score, 0.0), 1)
         choice = tl.where(hit, float("-inf"), choice)
         found = tl.where(column[None, :] == j, value[:, None], found)

@@ -261,7 +261,9 @@ def _measured_alone(table: Table) -> list[str]:
     found = json.loads(RANK_RECORD.read_text(encoding="utf-8"))
     parts = []
     for layout, steps in found["steps"].items():
-        ratios = sorted(one["step_ms"] / _expected_ms(layout, one) for one in steps)
+        ratios = sorted(
+            one["step_ms"] / expected(layout, one["batch"], False).expected_ms for one in steps
+        )
         parts += [
             f"Measured at {found['commit']} ([{RANK_RECORD.name}]({RANK_RECORD.name})), {layout}; "
             f"the steps take {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as expected:\n",
@@ -271,19 +273,16 @@ def _measured_alone(table: Table) -> list[str]:
     return [*parts, f"Not measured: {missing}.\n"]
 
 
-def _expected_ms(layout: str, step: Mapping[str, Any]) -> float:
-    return expected(layout, step["batch"], False).expected_ms
-
-
 def _rank_row(layout: str, step: Mapping[str, Any]) -> tuple[str, ...]:
+    wanted = expected(layout, step["batch"], False)
     return (
         str(step["batch"]),
         str(step["rows_of_rank"]),
         f"{step['alone_ms']:.1f}",
-        f"{expected(layout, step['batch'], False).read_ms / step['alone_ms']:.0%}",
+        f"{wanted.read_ms / step['alone_ms']:.0%}",
         f"{step['exchange_ms']:.2f}",
         f"{step['step_ms']:.1f}",
-        f"{_expected_ms(layout, step):.1f}",
+        f"{wanted.expected_ms:.1f}",
         f"{step['tokens_per_s']:,.0f}",
     )
 

@@ -52,7 +52,7 @@ class RankPair(RankProcesses):
             EngineDead: a rank has failed.
             AssertionError: a request or the check of pool and cache ended with an error.
         """
-        reply = self.asked(plan, {"prompts": list(prompts), "tokens": tokens})
+        reply = self.send(plan, {"prompts": list(prompts), "tokens": tokens})
         assert reply.ok, reply.error
         return Answers(**reply.data)
 

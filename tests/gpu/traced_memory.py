@@ -114,9 +114,9 @@ def plugins_of_the_card() -> PluginSet:
     return made
 
 
-def planned(folder: Path, plugins: PluginSet, **config: Any) -> EnginePlan:
+def planned(folder: Path, plugins: PluginSet, sheet: str = "1xh200", **config: Any) -> EnginePlan:
     given = {"model": str(folder), "weights": {"use": "random"}, "skip_tokenizer": True, **config}
-    return make_plan(given, plugins=plugins, hardware=replace(read_sheet("1xh200"), packages=None))
+    return make_plan(given, plugins=plugins, hardware=replace(read_sheet(sheet), packages=None))
 
 
 class Traced:

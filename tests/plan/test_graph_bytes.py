@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.budget.graphs import PAGE, driver_bytes
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
 from tests.gpu.traced_memory import planned as planned_for_card, plugins_of_the_card, written
 from tests.support.layouts import layout
@@ -21,6 +19,8 @@ from tests.support.tiny import write_config
 MIB = 1 << 20
 NEAR, SMALL = 0.05, 32 * MIB  #: the same as in tests/e2e/test_gpu_memory.py
 UNDER = 8 * MIB  #: permitted shortfall of a small plan: the allocator takes up to 20 MiB at a time
+#: limits of the measured engines with a published shape
+LARGE: dict[str, Any] = {"context_length": 32768, "scheduler": {"max_running_requests": 512}}
 #: (model, layers of a shape, drafted tokens) -> MiB served, with fixed and with expandable segments
 SERVED = {
     ("llama", 0, 0): (134, 142),
@@ -74,7 +74,7 @@ def test_planned_bytes_are_near_the_served_bytes(
     config: dict[str, Any] = {"memory": {"growing_segments": grows}}
     if layers:
         folder = written(tmp_path, name, layers)
-        config |= {"context_length": 32768, "scheduler": {"max_running_requests": 512}}
+        config |= LARGE
     else:
         folder = write_config(
             tmp_path, name, **({"num_nextn_predict_layers": 1} if drafted else {})
@@ -95,18 +95,9 @@ def test_planned_bytes_of_two_ranks_are_near_the_served_bytes(
 ) -> None:
     """A rank keeps its slice of the logits, and its passes hold tensors of the exchange."""
     name, layers, groups = case
-    plan = make_plan(
-        {
-            "model": str(written(tmp_path, name, layers)),
-            "context_length": 32768,
-            "skip_tokenizer": True,
-            "weights": {"use": "random"},
-            "scheduler": {"max_running_requests": 512},
-            "parallel": layout(2, groups, groups),
-        },
-        plugins=card,
-        hardware=read_sheet("8xh200"),
-    )
+    folder = written(tmp_path, name, layers)
+    ranks = layout(2, groups, groups)
+    plan = planned_for_card(folder, card, "8xh200", parallel=ranks, **LARGE)
     found = next(line.bytes for line in plan.budget if line.name == "graphs")
     assert found == pytest.approx(SERVED_BY_TWO_RANKS[case] * MIB, rel=NEAR)
 

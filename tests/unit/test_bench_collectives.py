@@ -379,7 +379,7 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def refuse(*given: Any) -> None:
         raise AssertionError("no rank may be started")
 
-    monkeypatch.setattr(Ranks, "asked", refuse)
+    monkeypatch.setattr(Ranks, "send", refuse)
     yield
 
 

@@ -184,8 +184,9 @@ def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[in
     """
     values = proposal.values
     tokens = captured.batch_sizes[-1] * values.width
-    copies = LOGIT_COPIES + _slice_share(axis_size("attn_tp", values.mesh))
-    logits = int(tokens * proposal.facts.model.vocab_size * 4 * copies)
+    row = proposal.facts.model.vocab_size * 4
+    own = int(slice_rows(tokens, axis_size("attn_tp", values.mesh)) * row)
+    logits = int(tokens * row * LOGIT_COPIES) + own
     decoding = step_bytes(tokens)
     most = captured.pass_tokens[-1] if captured.pass_tokens else 0
     passing = step_bytes(most) + _exchanged_bytes(proposal, most) if most else 0
@@ -196,16 +197,17 @@ def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[in
     )
 
 
-def _slice_share(ranks: int) -> float:
-    """Return the part of the logits that a rank computes and keeps beside the gathered logits.
+def slice_rows(rows: int, parts: int) -> float:
+    """Return a rank's slice of ``rows`` rows of logits, in whole rows; 0 for an undivided head.
 
-    ``ranks``: number of ranks that share the vocabulary.
+    The slice stays until the step ends, beside the gathered logits. ``parts``: number of ranks that
+    share the vocabulary.
     """
-    return 1 / ranks if ranks > 1 else 0.0
+    return rows / parts if parts > 1 else 0.0
 
 
 def _exchanged_bytes(proposal: Proposal, tokens: int) -> int:
-    """Return the bytes of tensors between ranks in the pool of a pass of ``tokens`` tokens a group.
+    """Return the bytes of exchanged tensors in the pool of a pass of ``tokens`` tokens a group.
 
     A captured pass holds the result of an all-reduce beside its input, or with dp groups the
     gathered hidden states and the sums that are scattered. Fitted to three engines on two H200,
@@ -215,7 +217,7 @@ def _exchanged_bytes(proposal: Proposal, tokens: int) -> int:
     values = proposal.values
     if values.ranks == 1:
         return 0
-    groups = values.mesh.get("dp", 1)
+    groups = axis_size("dp", values.mesh)
     state = tokens * groups * proposal.facts.model.hidden_size * DTYPE_BYTES[values.dtype]
     return state * (2 if groups > 1 else 1)
 

@@ -10,7 +10,7 @@ from functools import partial
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.budget.counts import Counts
-from glowplug.core.plan.budget.graphs import graph_line
+from glowplug.core.plan.budget.graphs import graph_line, slice_rows
 from glowplug.core.plan.budget.layers import LayerBytes, StepTokens, features_of
 from glowplug.core.plan.budget.units import MIB
 from glowplug.core.plan.plan import BudgetLine
@@ -231,12 +231,11 @@ def _logit_line(proposal: Proposal, layers: LayerBytes, rows: int) -> BudgetLine
 def _held_rows(proposal: Proposal, count: int, parts: int) -> float:
     """Return the rows of logits that a GPU holds at once in a step that samples ``count`` rows.
 
-    A rank's slice of the vocabulary, one of ``parts``, stays until the step ends, beside the
-    gathered logits.
+    ``parts``: number of ranks that share the vocabulary.
     """
     scratch = _sampler(proposal).scratch_rows
     whole = max(count + (scratch(count) if scratch else 0), SCORED_COPIES * SCORED)
-    return whole + (count / parts if parts > 1 else 0)
+    return whole + slice_rows(count, parts)
 
 
 def _on_host(proposal: Proposal, own: int, gathered: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from glowplug.core.errors import GlowplugError
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.delta import Delta
+    from glowplug.entrypoints.front.front import Stream
     from glowplug.entrypoints.front.llm import LLM
 
 
@@ -108,7 +109,7 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
     while open_streams:
         deltas = llm.poll()
         now = time.perf_counter()
-        steps.add({id(stream): len(delta.token_ids) for stream, delta in deltas}, now)
+        steps.add(deltas, now)
         for stream, delta in deltas:
             if stream.done:
                 open_streams.discard(stream)
@@ -132,13 +133,15 @@ class _Steps:
         self.gained: list[int] = []
         self._sequences = sequences
         self._has_groups = has_groups
-        self._step: Counter[int] = Counter()
+        self._step: Counter[Stream] = Counter()
 
-    def add(self, tokens: Mapping[int, int], now: float) -> None:
-        """Add the numbers of tokens that sequences got, and end the step if all have some."""
+    def add(self, deltas: Iterable[tuple[Stream, Delta]], now: float) -> None:
+        """Add the tokens of a poll, and end the step if every sequence has some."""
         if self.ends and not self._has_groups:
             self._step.clear()
-        self._step.update({one: count for one, count in tokens.items() if count})
+        for stream, delta in deltas:
+            if delta.token_ids:
+                self._step[stream] += len(delta.token_ids)
         if len(self._step) < self._sequences:
             return
         if self.ends:

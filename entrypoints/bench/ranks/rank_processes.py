@@ -67,19 +67,19 @@ class RankProcesses:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def asked(self, plan: EnginePlan, args: Mapping[str, Any]) -> Reply:
+    def send(self, plan: EnginePlan, args: Mapping[str, Any]) -> Reply:
         """Send the ranks a plan with further arguments, and return rank 0's reply.
 
         Raises:
             EngineDead: a rank has failed.
         """
         try:
-            return self._reply(plan, args)
+            return self._send(plan, args)
         except EngineDead:
             self.close()
             raise
 
-    def _reply(self, plan: EnginePlan, args: Mapping[str, Any]) -> Reply:
+    def _send(self, plan: EnginePlan, args: Mapping[str, Any]) -> Reply:
         if self._executor is None:
             self._executor = make_executor(plan, self._plugins)
             self._executor.start(plan, self._build)
@@ -118,7 +118,7 @@ class Ranks(RankProcesses):
             UnusableError: the plan's components cannot exchange on this machine.
             GlowplugError: a result is wrong.
         """
-        reply = self.asked(plan, {**work, "captured": captures(plan, self._plugins)})
+        reply = self.send(plan, {**work, "captured": captures(plan, self._plugins)})
         if not reply.ok:
             raise (GlowplugError if reply.data["wrong"] else UnusableError)(reply.error)
         layout = {"mesh": plan.mesh} if provider.exchanges else {}

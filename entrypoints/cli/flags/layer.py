@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from glowplug.core.config.files import Layer, set_path
+from glowplug.core.config.files import LISTS, Layer, set_path
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.plan import Decision
 from glowplug.entrypoints.cli.flags.flag import Flag, GivenFlag
@@ -16,7 +16,7 @@ from glowplug.entrypoints.cli.flags.table import NO_EFFECT_WITH, NO_EFFECT_WITHO
 
 _ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
 #: option of a component in a list of sections, by the component's name
-_NAMED_OPTION = re.compile(r"(parallel|outputs)\.([^\W\d]\w*)\.(\w+)")
+_NAMED_OPTION = re.compile(rf"({'|'.join(sorted(LISTS))})\.([^\W\d]\w*)\.(\w+)")
 
 
 def command_line_layer(
@@ -157,8 +157,17 @@ def _resolve_item(layer: Layer, path: str, flag: str) -> str:
     The number is that of the list item whose ``use`` is "tensor"; a missing item is added.
     """
     match = _ITEM.fullmatch(path)
-    if match is None:
-        return path
+    return path if match is None else _item_path(layer, match, flag)
+
+
+def _item_path(layer: Layer, match: re.Match[str], flag: str) -> str:
+    """Return the path of an option of a list item, adding the item if it is missing.
+
+    Args:
+        layer: the layer to change.
+        match: section, component and option; the component "*" stands for a new item without one.
+        flag: the flag and its value, for messages.
+    """
     section, use, key = match.groups()
     items = layer.data.setdefault(section, [])
     at = next((i for i, item in enumerate(items) if item.get("use") == use), len(items))
@@ -182,8 +191,8 @@ def _apply_override(layer: Layer, override: str) -> None:
         if not equals:
             raise ValueError("expected A.B=VALUE")
         for given, value in _leaves(path, literal(text.strip())):
-            named = _NAMED_OPTION.sub(r"\1[\2].\3", given)
-            leaf = _resolve_item(layer, named, f"--set {path}")
+            named = _NAMED_OPTION.fullmatch(given)
+            leaf = _item_path(layer, named, f"--set {path}") if named else given
             before = _origin(layer, leaf)
             if before and value_at(layer.data, leaf) != value:
                 layer.refusals.append(_contradiction(leaf, before, f"--set {path}"))
