@@ -10,7 +10,7 @@ the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,39 +26,49 @@ MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 BITS = 32  #: bits of a uniform number
 
+#: ``chain_draws``, or a kernel with the same result
+ChainDraws = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
 
 def simulated_draws(
     drawn: Tensor,
     fed: Tensor,
     parents: Tensor | None,
-    rates: Tensor,
+    shares: Tensor,
     keys: Tensor,
     positions: Tensor,
 ) -> Tensor:
     """Return ``drawn`` with the tokens replaced by which a simulated number of drafts is accepted.
 
-    A row accepts the first n drafts of the chain of first children of its tree, and no other. Draft
-    i of the chain is accepted with probability ``rates[i]`` if the drafts before it are; n is drawn
-    from a hash of key and position.
+    A row accepts the first n drafts of the chain of first children of its tree, and no other. n
+    exceeds i with probability ``shares[i]``; it is drawn from a hash of key and position.
 
     Args:
         drawn: Tokens that the target drew after each token of the step, int64 [D, W].
         fed: The step's input tokens, int64 [D, W].
         parents: Index of each token's parent in its row, int64 [D, W]; None for chains.
-        rates: float32 [P]. Drafts behind the first P are rejected.
+        shares: float64 [P], at most W - 1. Drafts behind the first P are rejected.
         keys: Keys of the rows, int64 [D].
         positions: Positions of the rows' newest tokens, int64 [D].
     """
-    depth = min(fed.shape[1] - 1, len(rates))
-    shares = rates[:depth].double().cumprod(0)
-    accepted = (uniform(keys, positions)[:, None] < shares).sum(1)
     if parents is None:
-        return _chain_draws(drawn, fed, accepted)
-    return _tree_draws(drawn, fed, parents, accepted, depth)
+        return chain_draws(drawn, fed, shares, keys, positions)
+    return _tree_draws(drawn, fed, parents, accepted_drafts(shares, keys, positions), len(shares))
 
 
-def _chain_draws(drawn: Tensor, fed: Tensor, accepted: Tensor) -> Tensor:
-    """Return ``drawn`` changed so that the first ``accepted`` [D] drafts of each chain equal it."""
+def accepted_drafts(shares: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """Return the number of drafts that each row accepts, int64 [D].
+
+    Arguments as in :func:`simulated_draws`.
+    """
+    return (uniform(keys, positions)[:, None] < shares).sum(1)
+
+
+def chain_draws(
+    drawn: Tensor, fed: Tensor, shares: Tensor, keys: Tensor, positions: Tensor
+) -> Tensor:
+    """Return the result of :func:`simulated_draws` for chains; arguments as there."""
+    accepted = accepted_drafts(shares, keys, positions)
     drafts = fed[:, 1:]
     after = drawn[:, :-1]
     places = torch.arange(drafts.shape[1], device=fed.device)
@@ -125,11 +135,21 @@ class SimulatedAcceptance:
         rates: Probability of each draft to be accepted if those before it are.
         rows: Number of rows of the sequence table, that of padding rows included.
         device: Where the steps run.
+
+    Attributes:
+        chain_draws: Simulates steps over chains. Algorithms that have a kernel for it replace it.
     """
 
     def __init__(self, rates: Sequence[float], rows: int, device: torch.device) -> None:
-        self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
+        self.chain_draws: ChainDraws = chain_draws
+        self._shares = torch.zeros(len(rates), dtype=torch.float64, device=device)
         self._keys = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.change(rates)
+
+    def change(self, rates: Sequence[float]) -> None:
+        """Set the probabilities of the first drafts; those behind them are rejected."""
+        given = [*rates, *[0.0] * (len(self._shares) - len(rates))]
+        self._shares.copy_(torch.tensor(given, dtype=torch.float64).cumprod(0))
 
     def join(self, row: int, params: SamplingParams) -> None:
         """Set the key of ``row`` from the seed of the sequence that enters it."""
@@ -146,15 +166,15 @@ class SimulatedAcceptance:
         """
         rows, width = fed.shape
         count = rows * width
-        drawn = simulated_draws(
-            sampled.tokens[:count].view(rows, width),
-            fed,
-            None if batch.tree is None else batch.tree.parents,
-            self._rates,
-            self._keys[batch.row_ids[:rows]],
-            batch.positions[:count].view(rows, width)[:, 0],
-        )
-        tokens = torch.cat([drawn.view(-1), sampled.tokens[count:]])
+        drawn = sampled.tokens[:count].view(rows, width)
+        keys = self._keys[batch.row_ids[:rows]]
+        at = self._shares[: width - 1], keys, batch.positions[:count].view(rows, width)[:, 0]
+        if batch.tree is None:
+            tokens = self.chain_draws(drawn, fed, *at).view(-1)
+        else:
+            tokens = simulated_draws(drawn, fed, batch.tree.parents, *at).view(-1)
+        if count < len(sampled.tokens):
+            tokens = torch.cat([tokens, sampled.tokens[count:]])
         return Sampled(tokens, sampled.bad, sampled.logprobs)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from glowplug.core.speculation.simulated import chain_draws
 from glowplug.kernels.speculation import (
     chain_places_reference,
     pending_entries_reference,
@@ -112,6 +113,26 @@ def test_steps_settle_like_the_reference(
         assert [a.dtype for a in results[0]] == [b.dtype for b in results[1]]
         seen |= set(results[0][0].tolist())
     assert len(seen) == 1 if width == 1 else len(seen) > 1
+
+
+@pytest.mark.parametrize("rates", [(), (0.0,), (1.0, 0.5), (0.7, 0.7, 0.7)])
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (1, 4), (300, 2), (300, 5)])
+def test_simulated_chains_are_those_of_the_reference(
+    count: int, width: int, rates: tuple[float, ...]
+) -> None:
+    pytest.importorskip("triton")
+    from glowplug.kernels.speculation import simulated_chains
+
+    make = torch.Generator().manual_seed(width)
+    drawn, fed = (torch.randint(0, 3, (count, width), generator=make) for _ in range(2))
+    keys = torch.randint(-(2**63), 2**63 - 1, (count,), generator=make)
+    positions = torch.randint(0, 2**20, (count, width), generator=make)[:, 0]
+    shares = torch.tensor(rates[: width - 1], dtype=torch.float64).cumprod(0)
+    given = drawn, fed, shares, keys, positions
+    found = simulated_chains.simulated_chains(*(part.to(DEVICE) for part in given))
+    assert torch.equal(found.cpu(), chain_draws(*given))
+    if count > 1 and width > len(rates) > 1:
+        assert (found.cpu()[:, 0] == fed[:, 1]).any() and not torch.equal(found.cpu(), drawn)
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 7])

@@ -88,9 +88,7 @@ class Trace:
 
     def accept(self, length: float) -> None:
         """Let verify steps gain ``length`` tokens on average."""
-        rates = self._engine.runner.sampler_rows.simulated._rates
-        wanted = rates_of_length(length)
-        rates.copy_(torch.tensor([*wanted, *[0.0] * (len(rates) - len(wanted))]))
+        self._engine.runner.sampler_rows.simulated.change(rates_of_length(length))
 
     def use(self, shape: DraftShape | None) -> None:
         """Use drafts of one size; None: those that the engine chooses."""

@@ -24,10 +24,15 @@ def step(width: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return drawn, fed, keys, torch.randint(4096, (ROWS,), generator=made)
 
 
+def shares(*rates: float) -> Tensor:
+    """Return the probabilities that a row accepts more than 0, 1 and so on of its drafts."""
+    return torch.tensor(rates, dtype=torch.float64).cumprod(0)
+
+
 def accepted_drafts(width: int, rates: tuple[float, ...], seed: int = 0) -> Tensor:
     """Return the number of drafts that each row of a chain accepts."""
     drawn, fed, keys, positions = step(width, seed)
-    found = simulated_draws(drawn, fed, None, torch.tensor(rates), keys, positions)
+    found = simulated_draws(drawn, fed, None, shares(*rates[: width - 1]), keys, positions)
     assert (found[:, -1] == drawn[:, -1]).all() and found.min() >= 0 and found.max() < VOCAB
     return accept_chain(found, fed[:, 1:]) - 1
 
@@ -56,9 +61,9 @@ def test_a_narrower_step_uses_the_first_rates() -> None:
 
 def test_numbers_depend_on_key_and_position_only() -> None:
     drawn, fed, keys, positions = step(4)
-    rates = torch.tensor((0.7, 0.7, 0.7))
-    whole = simulated_draws(drawn, fed, None, rates, keys, positions)
-    part = simulated_draws(drawn[7:9], fed[7:9], None, rates, keys[7:9], positions[7:9])
+    given = shares(0.7, 0.7, 0.7)
+    whole = simulated_draws(drawn, fed, None, given, keys, positions)
+    part = simulated_draws(drawn[7:9], fed[7:9], None, given, keys[7:9], positions[7:9])
     assert (whole[7:9] == part).all()
 
 
@@ -90,8 +95,8 @@ def test_trees_accept_their_first_children(name: str) -> None:
     # siblings differ
     fed = (fed[:, :1] + torch.arange(6)) % VOCAB
     tree = torch.tensor(parents).expand_as(fed)
-    found = simulated_draws(drawn, fed, tree, torch.tensor(rates), keys, positions)
-    chain = simulated_draws(drawn, fed, None, torch.tensor(rates), keys, positions)
+    found = simulated_draws(drawn, fed, tree, shares(*rates), keys, positions)
+    chain = simulated_draws(drawn, fed, None, shares(*rates), keys, positions)
     wanted = (accept_chain(chain, fed[:, 1:]) - 1).clamp(max=longest).tolist()
     for row in range(500):
         node, gained = 0, 0

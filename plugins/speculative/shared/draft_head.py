@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from glowplug.core.protocols import SlicedVocabulary
-from glowplug.plugins.speculative.shared.drafting import best_of_slices
+from glowplug.plugins.speculative.shared.drafting import best_of_slices, most_likely
 from glowplug.plugins.speculative.shared.frequent_tokens import FrequentTokens
 
 
@@ -16,7 +16,7 @@ class DraftHead:
 
     _model: Any  #: the draft model
     _frequent: FrequentTokens | None  #: the draft vocabulary; None: the model's own
-    _arrived: Tensor  #: counters of ``greedy.best_keys``
+    _arrived: Tensor  #: counters of ``greedy.best`` and ``greedy.best_keys``
 
     def _likely(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the ``count`` most likely tokens after hidden states [N, hidden].
@@ -35,7 +35,7 @@ class DraftHead:
         """
         head = self.sliced_head()
         if head is None or head.slices is None:
-            return self.draft_logits(hidden).argmax(-1)
+            return most_likely(self.draft_logits(hidden), self._arrived)
         read = hidden if self._frequent is None else self._head_input(hidden)
         return best_of_slices(head.sliced_logits(read), head.slices, self._arrived)
 

@@ -305,13 +305,28 @@ def _sums(counts: Ints) -> Ints:
     return sums
 
 
+def most_likely(logits: Tensor, arrived: Tensor) -> Tensor:
+    """Return the most likely token of each row, int64 [N].
+
+    Args:
+        logits: float32 [N, V].
+        arrived: as in :func:`best_of_slices`.
+    """
+    if not logits.is_cuda:
+        return logits.argmax(-1)
+    # torch's argmax takes 38 us for 8 rows of 129,280 logits, this kernel 4 us (H200)
+    from glowplug.kernels.sampling.greedy import best
+
+    return best(logits, arrived).tokens
+
+
 def best_of_slices(logits: Tensor, slices: VocabularySlices, arrived: Tensor) -> Tensor:
     """Return the most likely token of each row over the slices of all ranks, int64 [N].
 
     Args:
         logits: those of this rank's slice, float32 [N, size].
         slices: the division of the vocabulary.
-        arrived: int32 [N or more], zeros; counters of ``greedy.best_keys`` on a GPU.
+        arrived: int32 [N or more], zeros; counters of finished programs on a GPU.
     """
     first = slices.shard.start
     if not logits.is_cuda:

@@ -70,6 +70,11 @@ def accept_chains(
     settle = settle_chains_reference.settle_chains
     if hidden.is_cuda:
         from glowplug.kernels.speculation.settle_chains import settle_chains as settle
+
+        if batch.simulated is not None:
+            from glowplug.kernels.speculation.simulated_chains import simulated_chains
+
+            batch.simulated.chain_draws = simulated_chains
     settled: list[Settled] = []
 
     def gain(sampled: Sampled, fed: Tensor) -> tuple[Tensor, Tensor]:
