@@ -11,8 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch.integers import next_power_of_2
+from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.speculation.chain_places_reference import PassPlaces
+
+#: rows of a pass, rounded up: each pass's fields begin at a multiple of 16 bytes, as Triton would
+#: compile the attention of passes at other addresses anew, while requests wait
+ALIGNED = 4
 
 
 @triton.jit
@@ -24,7 +28,7 @@ def _slots(table, columns, positions, page_size, mask):
     return page * page_size + positions % page_size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _place(
     rows,
     computed,
@@ -41,6 +45,7 @@ def _place(
     pass_slots,
     pass_lens,
     query_starts,
+    stride,
     WIDTH: tl.constexpr,
 ):
     """Place the tokens of one row; WIDTH is a power of two above ``width`` and ``passes``."""
@@ -58,7 +63,7 @@ def _place(
     tl.store(kv_slots + place * width + number, slot, mask=inside)
     tl.store(kv_lens + place, (length + width).to(tl.int32))
     drafted = number < passes
-    at = number * count + place
+    at = number * stride + place
     tl.store(pass_positions + at, position, mask=drafted)
     tl.store(pass_slots + at, slot, mask=drafted)
     tl.store(pass_lens + at, (position + 1).to(tl.int32), mask=drafted)
@@ -84,8 +89,9 @@ def place_chains(
     count = len(rows)
     width = len(positions) // max(count, 1)
     device = rows.device
-    places = torch.empty(2, passes, count, dtype=torch.int64, device=device)
-    lengths = torch.empty(passes, count, dtype=torch.int32, device=device)
+    stride = cdiv(count, ALIGNED) * ALIGNED
+    places = torch.empty(2, passes, stride, dtype=torch.int64, device=device)[..., :count]
+    lengths = torch.empty(passes, stride, dtype=torch.int32, device=device)[:, :count]
     starts = torch.empty(count + 1, dtype=torch.int32, device=device)
     made = PassPlaces(places[0], places[1], lengths, starts)
     if count:
@@ -102,6 +108,7 @@ def place_chains(
             kv_slots,
             kv_lens,
             *made,
+            stride,
             WIDTH=next_power_of_2(max(width, passes)),
         )
     return made

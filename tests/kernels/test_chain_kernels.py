@@ -60,6 +60,9 @@ def test_places_are_those_of_the_reference(count: int, width: int, page: int, pa
         positions, slots = torch.full((2, count * width), -1, device=device)
         made = module.place_chains(rows, computed, table, page, positions, slots, lengths, passes)
         results.append([part.tolist() for part in (positions, slots, lengths, *made)])
+        if module is chain_places:
+            fields = (*made.positions, *made.kv_slots, *made.kv_lens)
+            assert all(one.data_ptr() % 16 == 0 and one.is_contiguous() for one in fields)
     assert results[0] == results[1]
     assert results[0][2] == torch.minimum(given.computed[given.rows] + width, given.bounds).tolist()
 
