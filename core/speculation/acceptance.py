@@ -37,37 +37,28 @@ class AcceptanceWindow:
         self._reached[rows] = 0.0
         self._accepted[rows] = 0.0
 
-    def add(self, rows: Ints, accepted: Ints, depth: int | None = None) -> None:
-        """Add one verify step of each of n rows.
+    def add(self, rows: Ints, gained: Ints, steps: Ints | int = 1) -> None:
+        """Add verify steps of each of n rows; those of a row count alike.
 
         Args:
             rows: [n], each row at most once.
-            accepted: [n], number of accepted drafts, 0 to ``depth``.
-            depth: depth of the step's drafts; None: P.
+            gained: number of the row's steps that accepted at least 0, 1, .. d drafts, [n, d + 1],
+                where d is the depth of their drafts. Steps in which a row had no drafts do not
+                count.
+            steps: number of steps that each row was in, by which older ones count less.
         """
-        self.add_steps(rows, accepted[None], depth)
+        depth = gained.shape[1] - 1
+        self.age(rows, steps)
+        self._reached[rows, :depth] += gained[:, :-1]
+        self._accepted[rows, :depth] += gained[:, 1:]
 
-    def add_steps(self, rows: Ints, accepted: Ints, depth: int | None = None) -> None:
-        """Add k verify steps of each of n rows; they count alike.
-
-        Arguments as in :meth:`add`, but ``accepted`` is [k, n], with -1 where a row had no drafts.
-        """
-        places = np.arange(self._reached.shape[1])
-        proposed = places < (len(places) if depth is None else depth)
-        keep = self._keep ** len(accepted)
-        found = accepted[:, :, None]
-        self._reached[rows] = keep * self._reached[rows] + (proposed & (places <= found)).sum(0)
-        self._accepted[rows] = keep * self._accepted[rows] + (places < found).sum(0)
-
-    def age(self, rows: Ints, steps: int) -> None:
+    def age(self, rows: Ints, steps: Ints | int) -> None:
         """Let the verify steps of ``rows`` count less, as after ``steps`` further ones."""
         keep = self._keep**steps
+        if isinstance(keep, np.ndarray):
+            keep = keep[:, None]
         self._reached[rows] *= keep
         self._accepted[rows] *= keep
-
-    def totals(self, rows: Ints) -> tuple[Floats, Floats]:
-        """Return the weights of reached and of accepted drafts by position, summed over n rows."""
-        return self._reached[rows].sum(0), self._accepted[rows].sum(0)
 
     def rates(self, rows: Ints, prior: float | Floats = 0.0, weight: float = 0.0) -> Floats:
         """Return the probability that a draft is accepted after all before it were, [n, P].
@@ -82,3 +73,12 @@ class AcceptanceWindow:
         reached = self._reached[rows] + weight
         found = self._accepted[rows] + weight * prior
         return np.divide(found, reached, out=np.full_like(found, prior), where=reached > 0)
+
+    def pooled_rates(self, rows: Ints, prior: Floats, weight: float) -> Floats:
+        """Return the probabilities of :meth:`rates` for the rows together, [P].
+
+        ``prior`` and ``weight``: as there; the weight is positive.
+        """
+        found: Floats = self._accepted[rows].sum(0) + weight * prior
+        found /= self._reached[rows].sum(0) + weight
+        return found

@@ -16,8 +16,8 @@ larger size when most rows are new, and otherwise rarely, which is paid for from
 the time (``EXPLORED``). It costs nothing if its drafts are accepted, and is then repeated at once.
 
 Everything is computed on the host from committed results and rank 0's seconds, so that ranks choose
-alike. A step of the same rows as the one before keeps its size for ``DECIDED_STEPS`` steps, and
-their results are added together: with small models the host's time is that of the step.
+alike. A size is kept for ``DECIDED_STEPS`` steps of about the same rows, whose results are counted
+together: with small models the host's time is that of the step.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.speculation.acceptance import AcceptanceWindow
+from glowplug.core.speculation.step_results import StepResults
 from glowplug.core.speculation.step_seconds import StepSeconds
 
-Ints = NDArray[np.int32]
+Ints = NDArray[np.integer]
 Floats = NDArray[np.float64]
 
 EXPLORED = 0.008  #: share of the time that explorations may lose
@@ -46,8 +47,13 @@ POOLED_RESULTS = 4.0  #: results of the step's rows that the mean of all rows co
 FIRST_RATE = 0.7  #: mean rate before any result
 FIRST_RESULTS = 8.0  #: results that ``FIRST_RATE`` counts like
 LEAST_RATE = 0.02  #: least mean rate whose odds count, and least distance from 1
-#: steps of the same rows with one decision: choosing and adding results takes 40 us of the host
+#: steps of about the same rows with one decision: choosing and counting results takes 0.1 ms of the
+#: host
 DECIDED_STEPS = 8
+#: share of the rows that may join before the next decision
+CHANGED_ROWS = 1 / 8
+#: steps with one decision of which more rows leave: at the end of a batch some leave in every step
+LEFT_STEPS = 3
 #: steps with one decision after the size has changed: its first results may change it again
 CHANGED_STEPS = 2
 #: committed steps after which an exploration need not wait for its share of the time once half of
@@ -75,24 +81,29 @@ class _Exploration:
 
 @dataclass
 class _Decision:
-    """A choice for several steps of the same rows.
+    """A choice for several steps of about the same rows.
 
     Attributes:
-        rows: the rows.
+        rows: number of rows.
         most: most decoding rows of any group.
         last: number of steps for which it holds.
         steps: steps so far.
+        joined: sequences that have begun since.
     """
 
-    rows: Ints
+    rows: int
     most: int
     last: int = DECIDED_STEPS
     steps: int = 1
+    joined: int = 0
 
-    def holds(self, rows: Ints, most: int) -> bool:
+    def holds(self, rows: int, most: int) -> bool:
         """Return whether the choice is also that of a further step."""
-        same = most == self.most and np.array_equal(rows, self.rows)
-        return same and self.steps < self.last
+        few = CHANGED_ROWS * self.rows
+        if self.joined > few or most > self.most + few:
+            return False
+        last = self.last if self.rows - rows <= few else min(self.last, LEFT_STEPS)
+        return self.steps < last
 
 
 class AdaptivePolicy:
@@ -115,15 +126,15 @@ class AdaptivePolicy:
         self._steps = [shape.steps for shape in shapes]
         self._make_estimates(rows)
         self._have = np.ones(rows, np.bool_)  # rows that have drafts for their next step
+        self._foresees = False  # ``expect`` has been called
         self._chosen = 0
         self._decision: _Decision | None = None
         self._budget = 0.0  # seconds that explorations may still lose
         self._exploration: _Exploration | None = None
         self._fresh = 0  # sequences that have begun since the last free exploration
         self._since_free = 0  # committed steps since then
-        #: tokens gained in steps that are not yet added; 0: the row had no drafts
-        self._results: list[Ints] = []
-        self._results_of: tuple[Ints, int] = np.zeros(0, np.int32), 0  # their rows, place of size
+        self._results = StepResults()
+        self._results_of = 0  # place of the size of their steps
 
     def _make_estimates(self, rows: int) -> None:
         """Set up the estimates of acceptance: of ``rows`` rows, and the mean of all."""
@@ -137,11 +148,11 @@ class AdaptivePolicy:
 
     def choose(self, rows: Ints, most: int) -> DraftShape:
         decision = self._decision
-        if decision is not None and decision.holds(rows, most):
+        if decision is not None and decision.holds(len(rows), most):
             decision.steps += 1
             return self.shapes[self._chosen]
         before = self._chosen
-        self._decision = decision = _Decision(rows, most)
+        self._decision = decision = _Decision(len(rows), most)
         self._add_results()
         self._seconds.refresh()
         shape = self._decided(rows, self._seconds.at(most))
@@ -188,13 +199,10 @@ class AdaptivePolicy:
     def expected(self, rows: Ints) -> Floats:
         """Return the expected tokens of a step of ``rows`` for each size of the drafts."""
         gained = []
-        drafting = rows[self._have[rows]]
-        for window, accepted, results in zip(
-            self._windows, self._mean_accepted, self._mean_results
-        ):
-            reached, taken = window.totals(rows)
-            prior = taken + POOLED_RESULTS * accepted / results
-            rates = window.rates(drafting, prior / (reached + POOLED_RESULTS), PRIOR_RESULTS)
+        drafting = rows[self._have[rows]] if self._foresees else rows
+        for window, mean in zip(self._windows, self._mean_accepted / self._mean_results):
+            prior = window.pooled_rates(rows, mean, POOLED_RESULTS)
+            rates = window.rates(drafting, prior, PRIOR_RESULTS)
             gained.append(rates.cumprod(1).sum(0).cumsum())
         return len(rows) + np.array(
             [
@@ -213,37 +221,41 @@ class AdaptivePolicy:
             self._settle(self._exploration, place, seconds, int(counts.sum()))
         if not shape.steps:
             return
-        known, held = self._results_of
-        if held != place or not np.array_equal(known, rows):
+        if self._results_of != place:
             self._add_results()
-            self._results_of = rows, place
-        self._results.append(np.where(self._have[rows], counts, 0))
+            self._results_of = place
+        self._results.add(rows, counts * self._have[rows] if self._foresees else counts)
         if len(self._results) == DECIDED_STEPS:
             self._add_results()
 
     def expect(self, rows: Ints, drafts: Ints) -> None:
         """Note how many drafts rows have for their next steps; see ``protocols.DraftPolicy``."""
         self._have[rows] = drafts > 0
+        self._foresees = True
 
     def took(self, rows: int, shape: DraftShape, seconds: float) -> None:
         self._seconds.add(self._places[shape], rows, seconds)
 
     def _add_results(self) -> None:
-        """Add the tokens gained in the last steps to the estimates of acceptance."""
-        if not self._results:
+        """Count the tokens gained in the last steps in the estimates of acceptance."""
+        steps = len(self._results)
+        if not steps:
             return
-        rows, place = self._results_of
-        counts = np.stack(self._results)
-        self._results = []
-        kind, steps = self._kinds[place], self._steps[place]
-        self._windows[kind].add_steps(rows, counts - 1, steps)
-        depths = np.arange(steps)
-        before = self._mean_odds(kind, steps)
-        means = self._mean_results[kind, :steps], self._mean_accepted[kind, :steps]
-        for mean, least in zip(means, (depths, depths + 1)):
-            mean *= MEAN_DECAY ** len(counts)
-            mean += (counts[:, :, None] > least).mean(1).sum(0)
-        self._change_others(kind, rows, len(counts), self._mean_odds(kind, steps) / before)
+        kind, depth = self._kinds[self._results_of], self._steps[self._results_of]
+        several = len(self._windows) > 1
+        before = self._mean_odds(kind, depth) if several else None
+        found = self._results.take(depth)
+        for means, shares in (
+            (self._mean_results, found.means[:-1]),
+            (self._mean_accepted, found.means[1:]),
+        ):
+            mean = means[kind, :depth]
+            mean *= MEAN_DECAY**steps
+            mean += shares
+        self._windows[kind].add(found.rows, found.gained, found.steps)
+        if before is not None:
+            ratio = self._mean_odds(kind, depth) / before
+            self._change_others(kind, found.rows, found.steps, ratio)
 
     def _mean_odds(self, kind: int, steps: int) -> Floats:
         """Return the odds that a draft of a kind is accepted, by depth, float64 [steps]."""
@@ -252,22 +264,22 @@ class AdaptivePolicy:
         odds: Floats = rates / (1 - rates)
         return odds
 
-    def _change_others(self, kind: int, rows: Ints, count: int, ratio: Floats) -> None:
+    def _change_others(self, kind: int, rows: Ints, steps: Ints | int, ratio: Floats) -> None:
         """Let the estimates of the other kinds follow new results of ``kind``.
 
         Args:
             kind: kind of the steps with results.
             rows: their rows.
-            count: number of the steps.
+            steps: number of steps that each of them was in.
             ratio: odds of ``kind`` relative to those before, by depth.
         """
-        steps = len(ratio)
+        depth = len(ratio)
         for other, window in enumerate(self._windows):
             if other != kind:
-                window.age(rows, count)
-                odds = ratio * self._mean_odds(other, steps)
-                results = self._mean_results[other, :steps]
-                self._mean_accepted[other, :steps] = results * odds / (1 + odds)
+                window.age(rows, steps)
+                odds = ratio * self._mean_odds(other, depth)
+                results = self._mean_results[other, :depth]
+                self._mean_accepted[other, :depth] = results * odds / (1 + odds)
 
     def _settle(self, exploration: _Exploration, place: int, seconds: float, tokens: int) -> None:
         """Charge an exploration that has come back for the time that it has lost."""
@@ -283,7 +295,8 @@ class AdaptivePolicy:
     def forget(self, row: int) -> None:
         self._fresh += 1
         self._have[row] = True  # nothing is known of it
-        self._decision = None
-        self._add_results()
+        if self._decision is not None:
+            self._decision.joined += 1
+        self._results.end(row)
         for window in self._windows:
             window.clear(row)

@@ -86,8 +86,9 @@ class StepSeconds:
     """
 
     def __init__(self, measured: Floats) -> None:
-        # larger drafts cost no less, also where costs are extrapolated
-        self._measured: Floats = np.maximum.accumulate(measured, 0)
+        #: seconds of the start for each number of rows and size; larger drafts cost no less, also
+        #: where costs are extrapolated
+        self._started: list[list[float]] = np.maximum.accumulate(measured, 0).T.tolist()
         sizes, rows = measured.shape
         groups = rows.bit_length() + 1
         self._sizes = [[_Size() for _ in range(sizes)] for _ in range(groups)]
@@ -95,7 +96,9 @@ class StepSeconds:
         self._number = 0  # of measurements
         #: seconds of the last measurements relative to those usual for their sizes
         self._paces = deque([1.0], PACE_STEPS)
-        self._corrected: dict[int, Floats] = {}
+        self._corrected: dict[int, Floats] = {}  # by rows
+        self._differences: dict[int, dict[int, tuple[float, float]]] = {}  # by group and size
+        self._changed = False  # measurements have been counted since the last ``refresh``
 
     def at(self, rows: int) -> Floats:
         """Return the seconds of a step of ``rows`` rows for each size, float64 [sizes]."""
@@ -118,11 +121,12 @@ class StepSeconds:
         for place, rows, seconds in self._added:
             self._count(place, rows, seconds)
         self._added.clear()
+        self._changed = True
 
     def _count(self, place: int, rows: int, seconds: float) -> None:
         """Count a measurement at the pace of those before it; arguments as in ``add``."""
         size = self._sizes[rows.bit_length()][place]
-        started = float(self._measured[place, rows])
+        started = self._started[rows][place]
         self._number += 1
         if self._number - size.last > FRESH_MEASUREMENTS:
             size.clear()
@@ -156,19 +160,38 @@ class StepSeconds:
 
     def refresh(self) -> None:
         """Let ``at`` return seconds that all measurements so far correct."""
-        self._corrected.clear()
+        if self._added:
+            self._count_added()
+        if self._changed:
+            self._corrected.clear()
+            self._differences.clear()
+            self._changed = False
 
     def _correct(self, rows: int) -> Floats:
-        """Return the corrected seconds of a step of ``rows`` rows."""
-        self._count_added()
-        sizes = self._sizes[rows.bit_length()]
-        measured = self._measured[:, rows]
-        known = [place for place, size in enumerate(sizes) if self._known(size)]
+        """Return the corrected seconds of a step of ``rows`` rows.
+
+        NOTE: for these few numbers numpy takes several times as long as Python.
+        """
+        started = self._started[rows]
+        known = self._known_differences(rows.bit_length())
         if not known:
-            return measured
-        slower, factor = np.array([sizes[place].difference() for place in known]).T
-        places = np.arange(len(measured))
-        nearest = np.abs(places[:, None] - known).argmin(1)
-        corrected = measured * factor[nearest] + slower[nearest]
-        found: Floats = np.maximum.accumulate(corrected)
+            return np.array(started)
+        found = []
+        least = 0.0
+        for place, seconds in enumerate(started):
+            nearest = min(known, key=lambda other: abs(other - place))
+            slower, factor = known[nearest]
+            least = max(least, seconds * factor + slower)
+            found.append(least)
+        return np.array(found)
+
+    def _known_differences(self, group: int) -> dict[int, tuple[float, float]]:
+        """Return ``_Size.difference`` of the sizes of a group that have enough measurements."""
+        found = self._differences.get(group)
+        if found is None:
+            found = self._differences[group] = {
+                place: size.difference()
+                for place, size in enumerate(self._sizes[group])
+                if self._known(size)
+            }
         return found

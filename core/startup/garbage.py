@@ -19,15 +19,36 @@ def settle_memory() -> None:
     gc.freeze()
 
 
-def give_memory_back(gauge: Gauge) -> None:
-    """Collect garbage and release the device's unused memory, so that other engines can use it.
+class InlineEngines:
+    """The open engines of a process that also runs its user's code, on a host with a device.
 
-    Nothing happens on a host without a device.
-
-    NOTE: the parts of an engine form reference cycles, and allocating the next engine's first
-    tensors does not trigger a collection. When two engines of V3's shape ran one after the other in
-    a process, the second ran out of memory.
+    Their objects are excluded from garbage collections until the last of them is closed: a full
+    collection took 0.15 to 0.2 s with five engines of the embedded model, in which no step started.
     """
-    if gauge.measures:
+
+    def __init__(self) -> None:
+        self._open = set[int]()  # ids of the engines
+
+    def opened(self, engine: object) -> None:
+        """Exclude the objects loaded so far, those of a new ``engine`` among them."""
+        self._open.add(id(engine))
+        settle_memory()
+
+    def closed(self, engine: int, gauge: Gauge) -> None:
+        """Release the memory of an engine that was closed, so that other engines can use it.
+
+        ``engine``: its id.
+
+        NOTE: the parts of an engine form reference cycles, and allocating the next engine's first
+        tensors does not trigger a collection. When two engines of V3's shape ran one after the
+        other in a process, the second ran out of memory.
+        """
+        self._open.discard(engine)
+        gc.unfreeze()
         gc.collect()
+        if self._open:
+            gc.freeze()
         gauge.settle()
+
+
+INLINE_ENGINES = InlineEngines()

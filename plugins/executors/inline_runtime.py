@@ -14,11 +14,12 @@ from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.startup.components import load_plugins_for
-from glowplug.core.startup.garbage import give_memory_back
+from glowplug.core.startup.garbage import INLINE_ENGINES
 from glowplug.core.step.messages import Outbound, Progress, encode
 
 if TYPE_CHECKING:
     from glowplug.core.engine.engine import Engine
+    from glowplug.core.startup.memory_gauge import Gauge
     from glowplug.plugins.executors.inline import InlineOptions
 
 log = logging.getLogger("glowplug")
@@ -62,6 +63,14 @@ class InlineExecutor:
         except Exception as error:
             reason = failure_of(error, plan, self.phase)
             raise EngineDead(f"rank 0 failed in phase {self.phase}: {reason}") from error
+        if self._gauge(self._engine).measures:
+            INLINE_ENGINES.opened(self._engine)
+
+    @staticmethod
+    def _gauge(engine: Engine) -> Gauge:
+        from glowplug.core.startup.memory_gauge import gauge_of
+
+        return gauge_of(str(engine.runner.device))
 
     def _report(self, phase: str, done: int, total: int) -> None:
         self.phase = phase
@@ -103,13 +112,14 @@ class InlineExecutor:
         self._wake.set()
 
     def _end(self) -> None:
-        from glowplug.core.startup.memory_gauge import gauge_of
-
         assert self._engine is not None
-        gauge = gauge_of(str(self._engine.runner.device))
+        gauge = self._gauge(self._engine)
+        engine = id(self._engine)
         self._engine.close()
         self._engine = None
+        if not gauge.measures:
+            return
         try:
-            give_memory_back(gauge)
+            INLINE_ENGINES.closed(engine, gauge)
         except RuntimeError as error:  # the device has failed: its memory cannot be released
             log.warning("the device's memory was not released: %s", error)

@@ -219,6 +219,7 @@ def test_seconds_of_a_size_that_was_not_measured_lately_no_longer_count() -> Non
     found = StepSeconds(np.array([[0.0, 1.0], [0.0, 2.0]]))
     for _ in range(LEAST_KEPT):
         found.add(1, 1, 7.0)
+    found.refresh()
     assert found.at(1).tolist() == [6.0, 7.0], "the other size differs alike"
     for _ in range(FRESH_MEASUREMENTS):
         found.add(0, 1, 1.5)
