@@ -63,6 +63,7 @@ class Trace:
         self.base: dict[str, Any] = {
             "device": args.device,
             "dtype": args.dtype,
+            "weights": {"use": args.weights},
             "skip_tokenizer": True,
             "cache": {"use": "none"},
             "scheduler": {"max_running_requests": most},
@@ -164,6 +165,7 @@ def main() -> None:
     parser.add_argument("--algorithm", default="nextn")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--weights", default="auto", help="random: made-up weights")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lengths", type=float, nargs="+", default=[1.0, 1.85, 2.6, 3.5])
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 8, 32, 128, 256, 128, 32, 8, 1])
