@@ -61,7 +61,7 @@ def test_all_ranks_choose_by_the_costs_of_rank_0(
     with RankSet(rank_plan(config, plugins), plugins) as ranks:
         found = policies(ranks)
         assert all(isinstance(policy, AdaptivePolicy) for policy in found)
-        tables = [policy._seconds._started.tolist() for policy in found]
+        tables = [policy._seconds._started for policy in found]
         assert all(table == tables[0] for table in tables)
         for column in zip(*tables[0]):
             assert 0 < column[0] <= column[1] <= column[2], "more drafts cost no less"
