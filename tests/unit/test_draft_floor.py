@@ -25,7 +25,7 @@ from tests.support.source_tree import ROOT
 from tests.support.tiny import write_config
 
 BENCHMARKS = ROOT / "docs" / "benchmarks"
-MEAN_CONTEXT = 64 + 64 // 2  #: of the trace's requests: the prompt and half of the output
+MEAN_CONTEXT = 64 + 128 // 2  #: of the trace's requests: the prompt and half of the output
 
 
 @pytest.fixture(scope="module")
