@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import ssl
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -37,7 +38,11 @@ os.environ["XDG_DATA_HOME"] = "/nonexistent"
 
 
 def pytest_configure() -> None:
-    """Let interpreted kernels and rank processes take less CPU time; GPU runs stay as they are."""
+    """Let interpreted kernels and rank processes take less CPU time; GPU runs stay as they are.
+
+    HTTP clients share a TLS context: each would read all certificates anew, and none uses TLS.
+    """
+    ssl.create_default_context = cache(ssl.create_default_context)  # type: ignore[assignment]
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
         quick_interpreter.install()
     if not DRIVER.exists():

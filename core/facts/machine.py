@@ -194,17 +194,31 @@ def entry_points(
     return tuple(sorted(found, key=lambda point: point.name))
 
 
-@functools.lru_cache(maxsize=4)
-def module_owners(path: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
-    """Return the names of installed distributions by the top-level modules that they ship.
+def module_owners(module: str) -> list[str]:
+    """Return the names of the installed distributions that ship a top-level module."""
+    found = (_owners_in(*entry).get(module, ()) for entry in search_path())
+    return [name for names in found for name in names]
+
+
+@functools.lru_cache(maxsize=64)
+def _owners_in(folder: str, changed: int) -> Mapping[str, list[str]]:
+    """Return the names of a folder's distributions by the top-level modules that they ship.
 
     The result is kept because reading the file lists of all distributions takes a third of a second
     in a full environment.
 
     Args:
-        path: ``search_path()``; a result is valid for one value of it.
+        folder: an entry of ``search_path()``.
+        changed: its modification time; a result is valid for one value of it.
     """
-    return importlib.metadata.packages_distributions()
+    found: dict[str, list[str]] = {}
+    for one in importlib.metadata.distributions(path=[folder]):
+        declared = (one.read_text("top_level.txt") or "").split()
+        sources = [file for file in one.files or [] if file.suffix == ".py"]
+        tops = {file.parts[0] if len(file.parts) > 1 else file.stem for file in sources}
+        for top in declared or tops:
+            found.setdefault(top, []).append(one.name)
+    return found
 
 
 def software(names: Iterable[str]) -> SoftwareFacts:

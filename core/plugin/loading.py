@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -233,8 +233,9 @@ def _registered(manager: pluggy.PluginManager, source: PluginSource) -> dict[str
     if manager.get_name(plugin) is not None:
         return {}  # the same module under a second name
     manager.register(plugin, name=source.name)
-    _refuse_unknown_hooks(manager, plugin, source)
-    return _components(manager, plugin, source)
+    callers = {caller.name: caller for caller in manager.get_hookcallers(plugin) or []}
+    _refuse_unknown_hooks(manager, callers, source)
+    return _components(callers, plugin, source)
 
 
 def _absent(source: PluginSource, error: BaseException) -> str:
@@ -281,27 +282,31 @@ def describe(error: BaseException) -> str:
 
 
 def _refuse_unknown_hooks(
-    manager: pluggy.PluginManager, plugin: object, source: PluginSource
+    manager: pluggy.PluginManager, callers: Mapping[str, pluggy.HookCaller], source: PluginSource
 ) -> None:
-    """Raise PluginLoadError if the plugin implements a hook that does not exist."""
-    known = [name for name in vars(manager.hook) if not name.startswith("_")]
-    for caller in manager.get_hookcallers(plugin) or []:
+    """Raise PluginLoadError if a plugin implements a hook that does not exist.
+
+    ``callers``: callers of the plugin's hooks, by name.
+    """
+    for name, caller in callers.items():
         if not caller.has_spec():
-            close = difflib.get_close_matches(
-                caller.name, [n for n in known if n != caller.name], 1
-            )
+            known = [one for one in vars(manager.hook) if not one.startswith("_") and one != name]
+            close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise failed(source, f"implements {caller.name!r}, which is not a hook{hint}")
+            raise failed(source, f"implements {name!r}, which is not a hook{hint}")
 
 
 def _components(
-    manager: pluggy.PluginManager, plugin: object, source: PluginSource
+    callers: Mapping[str, pluggy.HookCaller], plugin: object, source: PluginSource
 ) -> dict[str, list[Component]]:
-    """Call the plugin's registration hooks and return the checked components by slot name."""
+    """Call the plugin's registration hooks and return the checked components by slot name.
+
+    ``callers``: callers of the plugin's hooks, by name.
+    """
     found: dict[str, list[Component]] = {}
     for slot in SLOTS:
-        caller = getattr(manager.hook, slot.hook)
-        for impl in caller.get_hookimpls():
+        caller = callers.get(slot.hook)
+        for impl in caller.get_hookimpls() if caller is not None else ():
             if impl.plugin is plugin:
                 made = impl.function()
                 if not isinstance(made, list):

@@ -61,11 +61,14 @@ class _Manager(pluggy.PluginManager):
     Inspecting all attributes of a module takes half of a plugin's load time.
     """
 
+    _MARK = f"{hookspecs.PROJECT}_impl"  #: attribute that ``hookimpl`` sets
+
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         if isinstance(plugin, ModuleType):
             held = vars(plugin).get(name)
-            if not isinstance(held, _ROUTINES) or not hasattr(held, f"{self.project_name}_impl"):
+            if not isinstance(held, _ROUTINES):
                 return None
+            return getattr(held, self._MARK, None)
         return super().parse_hookimpl_opts(plugin, name)
 
 
@@ -358,7 +361,7 @@ def distribution_of(module: str) -> tuple[str, str]:
     top = module.partition(":")[0].partition(".")[0]
     if top == "glowplug":
         return BUILT_IN, ""
-    owners = module_owners(search_path()).get(top)
+    owners = module_owners(top)
     if not owners:
         return f"module {module}", ""
     return owners[0], installed(owners[0])

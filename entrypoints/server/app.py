@@ -72,9 +72,8 @@ def create_app(
     _extend(app, plan, plugins)
     auth.require_guarded(app)
     errors.install(app)
-    install_schema(
-        app, list(dict.fromkeys(route.body for route in ROUTES if route.body is not None))
-    )
+    bodies = (route.body for route in ROUTES if route.body is not None)
+    install_schema(app, bodies, (route.error for route in ROUTES))
     _add_middleware(app, context)
     return app
 

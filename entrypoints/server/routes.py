@@ -96,8 +96,10 @@ class HttpRoute:
             good["content"] = {
                 "text/event-stream": {"schema": {"description": "data: events, then data: [DONE]"}}
             }
+        # NOTE: with a "model" FastAPI makes a field for each route and status: 0.1 s of the start
+        content = {"application/json": {"schema": _reference(self.error)}}
         bad: dict[int | str, dict[str, Any]] = {
-            code: {"model": self.error, "description": text} for code, text in ERRORS.items()
+            code: {"description": text, "content": content} for code, text in ERRORS.items()
         }
         return bad if self.answer is responses.ErrorBody else {200: good, **bad}
 
@@ -105,13 +107,17 @@ class HttpRoute:
         """Return the entry for the request body in ``/openapi.json``; None without a body."""
         if self.body is None:
             return None
-        reference = {"$ref": f"#/components/schemas/{self.body.__name__}"}
         return {
             "requestBody": {
                 "required": self.body is not ProfileRequest,
-                "content": {"application/json": {"schema": reference}},
+                "content": {"application/json": {"schema": _reference(self.body)}},
             }
         }
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    """Return the schema that refers to ``model`` in the components of ``/openapi.json``."""
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
 
 
 _GET = ("GET",)

@@ -8,14 +8,14 @@ its errors have status 422.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ValidationError
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.requests import ClientDisconnect
 
 from glowplug import __version__
@@ -104,16 +104,19 @@ def _check_depth(value: Any) -> None:
     raise RequestError(f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
 
 
-def install_schema(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """Add the schemas of request bodies, ``models``, to the components of ``app.openapi()``."""
+def install_schema(
+    app: FastAPI, bodies: Iterable[type[BaseModel]], replies: Iterable[type[BaseModel]]
+) -> None:
+    """Add the schemas of request bodies and of replies to the components of ``app.openapi()``."""
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+        *((model, "validation") for model in dict.fromkeys(bodies)),
+        *((model, "serialization") for model in dict.fromkeys(replies)),
+    ]
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title="glowplug", version=__version__, routes=app.routes)
-            _, schemas = models_json_schema(
-                [(model, "validation") for model in models],
-                ref_template="#/components/schemas/{model}",
-            )
+            _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
             document.setdefault("components", {}).setdefault("schemas", {}).update(
                 schemas.get("$defs", {})
             )
