@@ -47,8 +47,7 @@ POOLED_RESULTS = 4.0  #: results of the step's rows that the mean of all rows co
 FIRST_RATE = 0.7  #: mean rate before any result
 FIRST_RESULTS = 8.0  #: results that ``FIRST_RATE`` counts like
 LEAST_RATE = 0.02  #: least mean rate whose odds count, and least distance from 1
-#: steps of about the same rows with one decision: choosing and counting results takes 0.1 ms of the
-#: host
+#: steps of about the same rows with one decision: choosing and counting take 0.1 ms of the host
 DECIDED_STEPS = 8
 #: share of the rows that may join before the next decision
 CHANGED_ROWS = 1 / 8

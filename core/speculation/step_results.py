@@ -45,9 +45,10 @@ class StepResults:
 
         Args:
             rows: the rows, [n].
-            counts: tokens that each of them gained, [n]; 0: the row had no drafts.
+            counts: tokens that each of them gained, [n]; 0: the row had no drafts. A copy is kept,
+                as results may be views of memory that later steps reuse.
         """
-        self._steps.append((rows, counts))
+        self._steps.append((rows, counts.copy()))
 
     def end(self, row: int) -> None:
         """Note that a new sequence has entered ``row``: earlier steps count in the means only."""
