@@ -82,12 +82,19 @@ class StepResults:
         enough = np.concatenate(counts)[:, None] >= least
         means = (1 / np.repeat(sizes, sizes)) @ enough
         if self._ends:
-            begun = np.zeros(1 + max(int(rows.max()), *(row for _, row in self._ends)), np.int64)
-            for steps, row in self._ends:
-                begun[row] = steps
-            own = np.repeat(np.arange(len(sizes)), sizes) >= begun[rows]
+            own = np.repeat(np.arange(len(sizes)), sizes) >= self._begins(int(rows.max()))[rows]
             rows, enough = rows[own], enough[own]
         numbers = np.bincount(rows)
         kept = np.flatnonzero(numbers)
         gained = np.stack([np.bincount(rows, column)[kept] for column in enough.T], 1)
         return GainedTokens(kept, gained, numbers[kept], means)
+
+    def _begins(self, last: int) -> Ints:
+        """Return the number of steps before the sequence of each row began, [last + 1 or more].
+
+        ``last``: the last row that is needed.
+        """
+        begins = np.zeros(1 + max(last, *(row for _, row in self._ends)), np.int64)
+        for steps, row in self._ends:
+            begins[row] = steps
+        return begins
