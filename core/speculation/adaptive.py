@@ -49,9 +49,9 @@ FIRST_RESULTS = 8.0  #: results that ``FIRST_RATE`` counts like
 LEAST_RATE = 0.02  #: least mean rate whose odds count, and least distance from 1
 #: steps of about the same rows with one decision: choosing and counting take 0.1 ms of the host
 DECIDED_STEPS = 8
-#: share of the rows that may join before the next decision
+#: share of the rows that may join, or leave, while a decision holds for all its steps
 CHANGED_ROWS = 1 / 8
-#: steps with one decision of which more rows leave: at the end of a batch some leave in every step
+#: steps with one decision if more rows leave, as at the end of a batch
 LEFT_STEPS = 3
 #: steps with one decision after the size has changed: its first results may change it again
 CHANGED_STEPS = 2

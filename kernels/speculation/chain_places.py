@@ -14,8 +14,8 @@ from torch import Tensor
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.speculation.chain_places_reference import PassPlaces
 
-#: rows of a pass, rounded up: each pass's fields begin at a multiple of 16 bytes, as Triton would
-#: compile the attention of passes at other addresses anew, while requests wait
+#: the room for a pass's rows is a multiple of this, so that the fields of each pass begin at a
+#: multiple of 16 bytes: for other addresses Triton would compile attention while requests wait
 ALIGNED = 4
 
 

@@ -41,7 +41,7 @@ def _simulate(
     DEPTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Replace the tokens drawn after one row's tokens."""
+    """Replace the tokens drawn after one row's tokens; DEPTH is below WIDTH."""
     row = tl.program_id(0)
     first = row * WIDTH
     number = tl.arange(0, SIZE)
@@ -67,6 +67,7 @@ def simulated_chains(
     rows, width = fed.shape
     found = torch.empty_like(drawn)
     assert drawn.is_contiguous() and fed.is_contiguous() and shares.is_contiguous()
+    assert len(shares) < width
     if rows:
         _simulate[(rows,)](
             drawn,
@@ -78,6 +79,6 @@ def simulated_chains(
             positions.stride(0),
             WIDTH=width,
             DEPTH=len(shares),
-            SIZE=max(next_power_of_2(width), next_power_of_2(max(len(shares), 1))),
+            SIZE=next_power_of_2(width),
         )
     return found

@@ -84,7 +84,6 @@ class DraftPasses(DraftHead):
         self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
         # no sequence is empty
         self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
-        #: counters of ``greedy.best_keys``
         self._arrived = torch.zeros(limits.rows, dtype=torch.int32, device=self._device)
         vocabulary = self._options.draft_vocabulary
         if vocabulary is not None:
