@@ -48,6 +48,7 @@ SPLIT_TOKENS_MAX = 2  #: most tokens at which depth splits are tried
 HOPPER_ROWS_MIN = 16  #: fewest rows of an expert at which the Hopper kernel may be fastest
 HOPPER_GROUPS = (1, 2, 4, 8)  #: heights of the Hopper kernel's tile groups that are tried
 BFLOAT16_BYTES = 2
+SKEWS = (0.0, 0.7)  #: skews of :func:`routing` that alternate, as loads of experts are uneven
 #: options that were fastest with small tiles for V3's first GEMM with 8 to 128 tokens on an H200
 ROUND_OPTIONS: Config = {"ORDER": "filled", "ROUND": 2}
 #: (kind of GEMM, rows per tile, one pair per tile) -> (microseconds, configuration)
@@ -158,17 +159,25 @@ class _Experts:
 
 
 def routing(
-    problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int, device: str = "cuda"
+    problem: Fp8ExpertsProblem,
+    held: int,
+    tokens: int,
+    seed: int,
+    device: str = "cuda",
+    skew: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return random (ids, weights) that route ``tokens`` tokens to ``held`` experts.
 
-    Every token has all fused shared experts; its other experts are drawn uniformly, also among
-    those of other ranks, whose ids are -1.
+    Every token has all fused shared experts; its other experts are drawn without replacement, also
+    among those of other ranks, whose ids are -1. ``skew`` is the standard deviation of the
+    logarithm of an expert's probability; 0: all are equal.
     """
     generator = torch.Generator(device).manual_seed(seed)
     routed = held - problem.fused_shared
     layer = routed + problem.others
-    ids = torch.rand(tokens, layer, generator=generator, device=device)
+    popular = skew * torch.randn(layer, generator=generator, device=device)
+    waiting = torch.empty(tokens, layer, device=device).exponential_(generator=generator)
+    ids = popular - waiting.log()  # the Gumbel trick: the largest are such a draw
     ids = ids.topk(min(layer, problem.topk - problem.fused_shared), 1).indices.int()
     ids.masked_fill_(ids >= routed, -1)
     always = torch.arange(routed, held, dtype=torch.int32, device=device).expand(tokens, -1)
@@ -283,7 +292,8 @@ def _measure(bench: _Experts, problem: Fp8ExpertsProblem, number: int, failed: s
     For few tokens, tiles of one pair are measured as well.
     """
     routes = [
-        routing(problem, problem.experts, number, seed) for seed in range(8 if number <= 64 else 3)
+        routing(problem, problem.experts, number, seed, skew=SKEWS[seed % len(SKEWS)])
+        for seed in range(8 if number <= 64 else 4)
     ]
     best: Best = {}
     for paired, (kind, config) in product(
