@@ -286,15 +286,20 @@ def tune_experts(
     return run.table
 
 
+def _routings(problem: Fp8ExpertsProblem, tokens: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the routings over which a GEMM is timed, with even and uneven loads in turn."""
+    return [
+        routing(problem, problem.experts, tokens, seed, skew=SKEWS[seed % len(SKEWS)])
+        for seed in range(8 if tokens <= 64 else 4)
+    ]
+
+
 def _measure(bench: _Experts, problem: Fp8ExpertsProblem, number: int, failed: set[str]) -> Best:
     """Return the fastest configuration of each kind of GEMM and tile size for ``number`` tokens.
 
     For few tokens, tiles of one pair are measured as well.
     """
-    routes = [
-        routing(problem, problem.experts, number, seed, skew=SKEWS[seed % len(SKEWS)])
-        for seed in range(8 if number <= 64 else 4)
-    ]
+    routes = _routings(problem, number)
     best: Best = {}
     for paired, (kind, config) in product(
         (False, True)[: 1 + (number <= PAIRED_TOKENS_MAX)], expert_candidates(number, problem)
