@@ -64,6 +64,7 @@ class CudaGraph:
         self._plan = plan
         self._device = torch.device(worker.device)
         self._recorder = recorder
+        self._own_recorder: CudaRecorder | None = None
         self._tape = tape
         self._passes = Passes()
         self._extends = Extends()
@@ -104,8 +105,8 @@ class CudaGraph:
         recorder = self._recorder
         tape = self._tape
         if recorder is None:
-            recorder = own = CudaRecorder(self._device)
-            tape = CudaTape(own)
+            recorder = self._own_recorder = CudaRecorder(self._device)
+            tape = CudaTape(self._own_recorder)
         made = self._shapes(sizes)
         total = len(made) + len(sizes.pass_tokens) + len(sizes.extend_tokens)
         gc.collect()
@@ -259,6 +260,9 @@ class CudaGraph:
         self._short = {}
         self._passes = Passes()
         self._extends = Extends()
+        if self._own_recorder is not None:
+            self._own_recorder.reset()
+            self._own_recorder = None
 
 
 def _no_rows(batch: Batch) -> Batch:

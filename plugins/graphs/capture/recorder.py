@@ -46,6 +46,23 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self.stream = stream_for(self, device)
         self.pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        """Return an empty graph that ``reset`` will free."""
+        graph = torch.cuda.CUDAGraph()
+        self._graphs.add(graph)
+        return graph
+
+    def reset(self) -> None:
+        """Free all graphs, also those that objects in reference cycles still hold.
+
+        None may be replayed afterwards. NCCL closes a communicator only when every graph with one
+        of its operations has been freed, and waits without a limit.
+        """
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         current = torch.cuda.current_stream()
@@ -61,7 +78,7 @@ class CudaRecorder:
         return graph.replay, results
 
     def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph = torch.cuda.CUDAGraph()
+        graph = self.new_graph()
         # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device
         # during the capture
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

@@ -20,6 +20,7 @@ class CudaTape:
     """
 
     def __init__(self, recorder: CudaRecorder) -> None:
+        self._new_graph = recorder.new_graph
         self._stream = recorder.stream
         self._pool = recorder.pool
         # graphs of the pass being captured; None between captures
@@ -53,7 +54,7 @@ class CudaTape:
         return graphs, map_tensors(alias, results)
 
     def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
-        graphs.append(torch.cuda.CUDAGraph())
+        graphs.append(self._new_graph())
         # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device
         # during the capture
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
