@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 from glowplug.entrypoints.bench.others.turns import MeasuredProgram, answers, in_turns
 
 MODEL = "bench"  #: the served model name
+SERVER_PORTS = range(15_000, 32_000)  #: below Linux's usual ports of connections, from 32,768
 
 
 class LocalServer:
@@ -80,8 +82,20 @@ class LocalServer:
 
 
 def free_port() -> int:
-    """Return a TCP port of this host that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port of this host that is free at the moment.
+
+    The port is below those that the system gives to connections, so that no connection takes it
+    before a server binds it. The same holds for the ports up to 300 above it, some of which SGLang
+    takes.
+
+    Raises:
+        OSError: none of a hundred ports is free.
+    """
+    for port in random.Random().sample(SERVER_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port found from {SERVER_PORTS.start} to {SERVER_PORTS.stop - 1}")
