@@ -1,5 +1,5 @@
-"""Graphs are freed when their runner is closed, whoever still holds them: a communicator of NCCL
-with captured operations cannot be closed before.
+"""A closed runner frees its graphs even if reference cycles hold them: before, a communicator of
+NCCL with captured operations cannot be closed.
 """
 
 from __future__ import annotations
