@@ -55,25 +55,26 @@ def forced(library: str, chain: dict[str, Any], count: int) -> list[dict[str, An
         "mostly forced": [MOSTLY_FORCED] * count,
         "random": [random_schema(seed) for seed in range(count)],
     }
+    config = {**chain, "speculative": {**chain["speculative"], "adaptive": False}}
     rows = []
-    for kind, schemas in kinds.items():
-        found = [one_row(library, chain, schemas, offered) for offered in (False, True)]
-        (texts, _), (others, _) = found
-        assert texts == others, "forced tokens change no answer"
-        rows += [{"schemas": kind, "count": count, **row} for _, row in found]
+    with LLM(**config, grammar={"use": library, "workers": 1}) as llm:
+        for kind, schemas in kinds.items():
+            found = [one_row(llm, schemas, offered) for offered in (False, True)]
+            (texts, _), (others, _) = found
+            assert texts == others, "forced tokens change no answer"
+            rows += [{"schemas": kind, "count": count, **row} for _, row in found]
     for row in rows:
         print(json.dumps(row), flush=True)
     return rows
 
 
 def one_row(
-    library: str, chain: dict[str, Any], schemas: list[dict[str, Any]], offered: bool
+    llm: LLM, schemas: list[dict[str, Any]], offered: bool
 ) -> tuple[list[str], dict[str, Any]]:
     """Answer the schemas one after the other; return the answers and the figures."""
-    config = {**chain, "speculative": {**chain["speculative"], "adaptive": False}}
     texts = []
     tokens = 0
-    with offering(offered), LLM(**config, grammar={"use": library, "workers": 1}) as llm:
+    with offering(offered):
         before = settled_stats(llm).steps
         for seed, schema in enumerate(schemas):
             outputs = StructuredOutputsParams(json=schema, disable_any_whitespace=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,10 +100,9 @@ class Tally(TorchDispatchMode):
 
 
 def _site() -> str:
-    frames = [frame for frame in traceback.extract_stack() if "/glowplug/" in frame.filename]
-    return " < ".join(
-        f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:])
-    )
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    ours = ((name, line) for name, line in frames if "/glowplug/" in name)
+    return " < ".join(f"{Path(name).name}:{line}" for name, line in islice(ours, 4))
 
 
 def plugins_of_the_card() -> PluginSet:
@@ -358,21 +358,20 @@ def written(folder: Path, name: str, layers: int) -> Path:
 
 
 def case(name: str, plugins: PluginSet, show: bool) -> dict[str, tuple[int, int]]:
-    """Return (planned, traced) bytes by line."""
+    """Return (planned, traced) bytes by line; the line of graphs only with ``show``."""
     shape, layers, config = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(written(Path(folder), shape, layers), plugins, **config)
     lines = {line.name: line.bytes for line in plan.budget}
-    captured = partial(warmup.most_captured, batch_sizes=[min(512, plan.sizes.max_running)])
+    steps = {"activations": warmup.most_tokens, "logits": warmup.most_logits}
+    if show:
+        sizes = [min(512, plan.sizes.max_running)]
+        steps["graphs"] = partial(warmup.most_captured, batch_sizes=sizes)
     found = {}
     with fake_card() as tally:
         traced = Traced(plan, plugins, tally)
-        for line, steps in (
-            ("activations", warmup.most_tokens),
-            ("logits", warmup.most_logits),
-            ("graphs", captured),
-        ):
-            peak, sites = traced.peak(steps)
+        for line, run in steps.items():
+            peak, sites = traced.peak(run)
             found[line] = lines[line], peak
             if show:
                 print(
@@ -385,7 +384,7 @@ def case(name: str, plugins: PluginSet, show: bool) -> dict[str, tuple[int, int]
 
 def main() -> None:
     """Print planned and traced bytes of the named cases, or of all, as JSON; with ``--show`` also
-    the largest allocations.
+    those of graphs, and the largest allocations.
     """
     wanted, plugins = [name for name in sys.argv[1:] if name != "--show"], plugins_of_the_card()
     print(

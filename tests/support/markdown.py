@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -111,9 +112,11 @@ def headings(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def anchors(text: str) -> set[str]:
+@cache
+def anchors(text: str) -> frozenset[str]:
     """Return all anchors of a page: those of its headings, and ``id`` and ``name`` of its HTML."""
-    return {name for _, name in headings(text)} | set(ANCHOR.findall(without_code(text)))
+    found = {name for _, name in headings(text)}
+    return frozenset(found.union(ANCHOR.findall(without_code(text))))
 
 
 def dead_links(root: Path, pages: Iterable[Path]) -> Iterator[str]:

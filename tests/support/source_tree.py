@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from glowplug.core.startup.garbage import settle_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("core", "plugins", "kernels", "models", "entrypoints")
@@ -22,7 +25,16 @@ def sources() -> tuple[Path, ...]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    """Parse a file, and exempt its nodes from garbage collections.
+
+    NOTE: the two million nodes of all files made collections take more time than the parser.
+    """
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    finally:
+        settle_memory()
+        gc.enable()
 
 
 def name_of(path: Path) -> str:

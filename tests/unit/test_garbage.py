@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
-import pytest
-
-from glowplug.core.startup.garbage import InlineEngines, settle_memory
+from glowplug.core.startup.garbage import InlineEngines
 from glowplug.core.startup.memory_gauge import HostGauge
+from tests.support import uninterpreted
 
 
 class Part:
@@ -19,15 +17,13 @@ class Part:
         self.own = self
 
 
-@pytest.fixture
-def collected() -> Iterator[None]:
-    """Leave the objects of the test process frozen, as they were."""
-    gc.unfreeze()
-    yield
-    settle_memory()
+def test_objects_are_frozen_until_the_last_engine_closes() -> None:
+    """Objects of other tests are left alone: to collect them all takes seconds each time."""
+    uninterpreted.printed("-m", "tests.unit.test_garbage")
 
 
-def test_objects_are_frozen_until_the_last_engine_closes(collected: None) -> None:
+def open_and_close() -> None:
+    """Open two engines, and close them in turn."""
     engines = InlineEngines()
     first, second = Part(), Part()
     gone = weakref.ref(first)
@@ -42,3 +38,7 @@ def test_objects_are_frozen_until_the_last_engine_closes(collected: None) -> Non
     assert gone() is None and gc.get_freeze_count() > 0
     engines.closed(ids[1], HostGauge())
     assert gc.get_freeze_count() == 0
+
+
+if __name__ == "__main__":
+    open_and_close()
