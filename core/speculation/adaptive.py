@@ -16,13 +16,15 @@ larger size when most rows are new, and otherwise rarely, which is paid for from
 the time (``EXPLORED``). It costs nothing if its drafts are accepted, and is then repeated at once.
 
 Everything is computed on the host from committed results and rank 0's seconds, so that ranks choose
-alike. A size is kept for ``DECIDED_STEPS`` steps of about the same rows, whose results are counted
-together: with small models the host's time is that of the step.
+alike. A size is kept for several steps of about the same rows, the more the longer it has not
+changed, and their results are counted together: with small models the host's time is that of the
+step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +33,7 @@ from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.speculation.acceptance import AcceptanceWindow
 from glowplug.core.speculation.step_results import StepResults
-from glowplug.core.speculation.step_seconds import StepSeconds
+from glowplug.core.speculation.step_seconds import LEAST_KEPT, StepSeconds
 
 Ints = NDArray[np.integer]
 Floats = NDArray[np.float64]
@@ -47,11 +49,13 @@ POOLED_RESULTS = 4.0  #: results of the step's rows that the mean of all rows co
 FIRST_RATE = 0.7  #: mean rate before any result
 FIRST_RESULTS = 8.0  #: results that ``FIRST_RATE`` counts like
 LEAST_RATE = 0.02  #: least mean rate whose odds count, and least distance from 1
-#: steps of about the same rows with one decision: choosing and counting take 0.1 ms of the host
-DECIDED_STEPS = 8
-#: share of the rows that may join, or leave, while a decision holds for all its steps
-CHANGED_ROWS = 1 / 8
-#: steps with one decision if more rows leave, as at the end of a batch
+#: most steps of about the same rows with one decision: choosing and counting take 0.1 ms of the
+#: host. Each decision that changes nothing holds for twice as many steps as the one before
+DECIDED_STEPS = 16
+#: share of the rows that may join while a decision holds for all its steps
+JOINED_ROWS = 1 / 8
+#: share of the rows that leave before a decision holds for ``LEFT_STEPS``, as at the end of a batch
+LEFT_ROWS = 1 / 4
 LEFT_STEPS = 3
 #: steps with one decision after the size has changed: its first results may change it again
 CHANGED_STEPS = 2
@@ -85,6 +89,7 @@ class _Decision:
     Attributes:
         rows: number of rows.
         most: most decoding rows of any group.
+        place: place of the size among the sizes.
         last: number of steps for which it holds.
         steps: steps so far.
         joined: sequences that have begun since.
@@ -92,17 +97,17 @@ class _Decision:
 
     rows: int
     most: int
-    last: int = DECIDED_STEPS
+    place: int
+    last: int
     steps: int = 1
     joined: int = 0
 
     def holds(self, rows: int, most: int) -> bool:
         """Return whether the choice is also that of a further step."""
-        few = CHANGED_ROWS * self.rows
-        if self.joined > few or most > self.most + few:
+        few = JOINED_ROWS * self.rows
+        if self.steps >= self.last or self.joined > few or most > self.most + few:
             return False
-        last = self.last if self.rows - rows <= few else min(self.last, LEFT_STEPS)
-        return self.steps < last
+        return self.steps < LEFT_STEPS or self.rows - rows < LEFT_ROWS * self.rows
 
 
 class AdaptivePolicy:
@@ -128,7 +133,9 @@ class AdaptivePolicy:
         self._foresees = False  # ``expect`` has been called
         self._chosen = 0
         self._decision: _Decision | None = None
+        self._last = CHANGED_STEPS  # of the last decision
         self._budget = 0.0  # seconds that explorations may still lose
+        self._share = 0.0  # seconds that a committed step adds to it
         self._exploration: _Exploration | None = None
         self._fresh = 0  # sequences that have begun since the last free exploration
         self._since_free = 0  # committed steps since then
@@ -142,41 +149,43 @@ class AdaptivePolicy:
         depth = max(*self._steps, 1)
         kinds = range(max(len(branches), 1))
         self._windows = [AcceptanceWindow(rows, depth, ROW_STEPS) for _ in kinds]
-        self._mean_accepted = np.full((len(kinds), depth), FIRST_RATE * FIRST_RESULTS)
-        self._mean_results = np.full((len(kinds), depth), FIRST_RESULTS)
+        #: results of all rows by depth, and accepted ones among them, [2, kinds, depth]
+        self._means = np.full((2, len(kinds), depth), FIRST_RESULTS)
+        self._means[1] *= FIRST_RATE
 
     def choose(self, rows: Ints, most: int) -> DraftShape:
         decision = self._decision
-        if decision is not None and decision.holds(len(rows), most):
-            decision.steps += 1
-            return self.shapes[self._chosen]
-        before = self._chosen
-        self._decision = decision = _Decision(len(rows), most)
+        if decision is None or not decision.holds(len(rows), most):
+            return self.shapes[self._decide(rows, most)]
+        decision.steps += 1
+        return self.shapes[decision.place]
+
+    def _decide(self, rows: Ints, most: int) -> int:
+        """Decide on a size by the results so far; arguments as in ``choose``.
+
+        Returns:
+            The place of that size, or of one to explore in this step alone.
+        """
         self._add_results()
         self._seconds.refresh()
-        shape = self._decided(rows, self._seconds.at(most))
-        if self._chosen != before:
-            decision.last = CHANGED_STEPS
-        return shape
-
-    def _decided(self, rows: Ints, seconds: Floats) -> DraftShape:
-        """Choose a size by the results so far, and return it or one to explore.
-
-        ``seconds``: seconds of a step of each size.
-        """
-        expected = self.expected(rows)
-        speeds = expected / seconds
-        best = int(speeds.argmax())
-        if best > self._chosen or speeds[best] > (1 + HYSTERESIS) * speeds[self._chosen]:
+        seconds, expected = self._seconds.at(most), self.expected(rows)
+        before, speeds = self._decision, expected / seconds
+        best, chosen = int(speeds.argmax()), self._chosen
+        if best > chosen or speeds[best] > (1 + HYSTERESIS) * speeds[chosen]:
             self._chosen = best
+        self._last = CHANGED_STEPS if self._chosen != chosen else min(2 * self._last, DECIDED_STEPS)
         chosen = self._chosen
-        smaller = self._seconds.unmeasured(len(rows), chosen) if self.clocked else None
-        if smaller is not None:
-            self._decision = None  # for one step
-            return self.shapes[smaller]
-        if self._explores(rows, seconds, expected):
-            return self.shapes[chosen + 1]
-        return self.shapes[chosen]
+        self._budget = min(self._budget, float(seconds[-1]))
+        self._share = EXPLORED * float(seconds[chosen])
+        self._decision = decision = _Decision(len(rows), most, chosen, self._last)
+        # the results of steps that have measured a size come after further steps
+        if self.clocked and (before is None or before.place >= chosen):
+            smaller = self._seconds.unmeasured(len(rows), chosen)
+            if smaller is not None:
+                self._last = CHANGED_STEPS
+                decision.place, decision.last = smaller, LEAST_KEPT
+                return smaller
+        return chosen + self._explores(rows, seconds, expected)
 
     def _explores(self, rows: Ints, seconds: Floats, expected: Floats) -> bool:
         """Begin to explore the size after the chosen one, and return whether it is worth its time.
@@ -198,25 +207,21 @@ class AdaptivePolicy:
     def expected(self, rows: Ints) -> Floats:
         """Return the expected tokens of a step of ``rows`` for each size of the drafts."""
         gained = []
-        drafting = rows[self._have[rows]] if self._foresees else rows
-        for window, mean in zip(self._windows, self._mean_accepted / self._mean_results):
-            prior = window.pooled_rates(rows, mean, POOLED_RESULTS)
-            rates = window.rates(drafting, prior, PRIOR_RESULTS)
-            gained.append(rates.cumprod(1).sum(0).cumsum())
-        return len(rows) + np.array(
-            [
-                gained[kind][steps - 1] if steps else 0.0
-                for kind, steps in zip(self._kinds, self._steps)
-            ]
-        )
+        accepted = self._means[1] / self._means[0]
+        for window, prior in zip(self._windows, accepted):
+            shares = window.rates(rows, prior, PRIOR_RESULTS, POOLED_RESULTS).cumprod(1)
+            if self._foresees:
+                shares = shares.compress(self._have[rows], 0)
+            gained.append([0.0, *accumulate(shares.sum(0).tolist())])
+        sizes = zip(self._kinds, self._steps)
+        return len(rows) + np.array([gained[kind][steps] for kind, steps in sizes])
 
     def observe(self, rows: Ints, shape: DraftShape, counts: Ints) -> None:
         place = self._places[shape]
-        of_sizes = self._seconds.at(len(rows))
-        seconds = float(of_sizes[place])
-        self._budget = min(self._budget + EXPLORED * seconds, float(of_sizes[-1]))
+        self._budget += self._share
         self._since_free += 1
         if self._exploration is not None:
+            seconds = float(self._seconds.at(len(rows))[place])
             self._settle(self._exploration, place, seconds, int(counts.sum()))
         if not shape.steps:
             return
@@ -244,13 +249,10 @@ class AdaptivePolicy:
         several = len(self._windows) > 1
         before = self._mean_odds(kind, depth) if several else None
         found = self._results.take(depth)
-        for means, shares in (
-            (self._mean_results, found.means[:-1]),
-            (self._mean_accepted, found.means[1:]),
-        ):
-            mean = means[kind, :depth]
-            mean *= MEAN_DECAY**steps
-            mean += shares
+        means = self._means[:, kind, :depth]
+        means *= MEAN_DECAY**steps
+        means[0] += found.means[:-1]
+        means[1] += found.means[1:]
         self._windows[kind].add(found.rows, found.gained, found.steps)
         if before is not None:
             ratio = self._mean_odds(kind, depth) / before
@@ -258,8 +260,8 @@ class AdaptivePolicy:
 
     def _mean_odds(self, kind: int, steps: int) -> Floats:
         """Return the odds that a draft of a kind is accepted, by depth, float64 [steps]."""
-        rates = self._mean_accepted[kind, :steps] / self._mean_results[kind, :steps]
-        rates = rates.clip(LEAST_RATE, 1 - LEAST_RATE)
+        results, accepted = self._means[:, kind, :steps]
+        rates = (accepted / results).clip(LEAST_RATE, 1 - LEAST_RATE)
         odds: Floats = rates / (1 - rates)
         return odds
 
@@ -277,8 +279,8 @@ class AdaptivePolicy:
             if other != kind:
                 window.age(rows, steps)
                 odds = ratio * self._mean_odds(other, depth)
-                results = self._mean_results[other, :depth]
-                self._mean_accepted[other, :depth] = results * odds / (1 + odds)
+                results, accepted = self._means[:, other, :depth]
+                accepted[:] = results * odds / (1 + odds)
 
     def _settle(self, exploration: _Exploration, place: int, seconds: float, tokens: int) -> None:
         """Charge an exploration that has come back for the time that it has lost."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,13 @@ class GainedTokens(NamedTuple):
     Attributes:
         rows: the rows, [n].
         gained: number of the row's steps that gained at least 1, 2, .. d + 1 tokens, [n, d + 1].
-        steps: number of steps that each row was in, [n], or one number for all.
+        steps: number of steps that each row was in, [n].
         means: share of the rows that gained as many tokens, summed over the steps, [d + 1].
     """
 
     rows: Ints
     gained: Ints
-    steps: Ints | int
+    steps: Ints
     means: Floats
 
 
@@ -57,37 +57,26 @@ class StepResults:
 
     def take(self, depth: int) -> GainedTokens:
         """Return what the steps gained, and forget them. ``depth``: depth of their drafts."""
-        steps = self._steps
-        rows, _ = steps[0]
-        same = not self._ends and all(np.array_equal(other, rows) for other, _ in steps[1:])
-        least = np.arange(1, depth + 2)
-        if same:
-            counts = np.stack([counts for _, counts in steps])
-            gained = (counts[:, :, None] >= least).sum(0)
-            found = GainedTokens(rows, gained, len(steps), gained.sum(0) / len(rows))
+        of_steps, of_counts = zip(*self._steps)
+        sizes = [len(rows) for rows in of_steps]
+        rows, counts = np.concatenate(of_steps), np.concatenate(of_counts)
+        last = int(rows.max())
+        width = depth + 2  # a step gains 0 to depth + 1 tokens, more of a tree's forced tokens
+        counts = np.minimum(counts, width - 1)
+        if min(sizes) == max(sizes):
+            means = np.bincount(counts, minlength=width) / sizes[0]
         else:
-            found = self._taken_apart(least)
+            means = np.bincount(counts, 1 / np.repeat(sizes, sizes), width)
+        if self._ends:
+            own = np.repeat(np.arange(len(sizes)), sizes) >= self._begins(last)[rows]
+            rows, counts = rows[own], counts[own]
+        table = np.bincount(rows * width + counts, minlength=(last + 1) * width)
+        table = _from_last(table.reshape(-1, width))
+        kept = table[:, 0].nonzero()[0]
+        table = table.take(kept, 0)
         self._steps.clear()
         self._ends.clear()
-        return found
-
-    def _taken_apart(self, least: Ints) -> GainedTokens:
-        """Return the result of ``take`` for steps of different rows.
-
-        ``least``: least tokens of a step for each column of the result.
-        """
-        of_steps, counts = zip(*self._steps)
-        sizes = [len(rows) for rows in of_steps]
-        rows = np.concatenate(of_steps)
-        enough = np.concatenate(counts)[:, None] >= least
-        means = (1 / np.repeat(sizes, sizes)) @ enough
-        if self._ends:
-            own = np.repeat(np.arange(len(sizes)), sizes) >= self._begins(int(rows.max()))[rows]
-            rows, enough = rows[own], enough[own]
-        numbers = np.bincount(rows)
-        kept = np.flatnonzero(numbers)
-        gained = np.stack([np.bincount(rows, column)[kept] for column in enough.T], 1)
-        return GainedTokens(kept, gained, numbers[kept], means)
+        return GainedTokens(kept, table[:, 1:], table[:, 0], _from_last(means)[1:])
 
     def _begins(self, last: int) -> Ints:
         """Return the number of steps before the sequence of each row began, [last + 1 or more].
@@ -98,3 +87,8 @@ class StepResults:
         for steps, row in self._ends:
             begins[row] = steps
         return begins
+
+
+def _from_last(numbers: NDArray[Any]) -> NDArray[Any]:
+    """Return the sums of each number of the last dimension and all behind it."""
+    return numbers[..., ::-1].cumsum(-1)[..., ::-1]

@@ -46,36 +46,36 @@ class _Size:
     Attributes:
         slower: seconds more than those of the start, at least 0.
         factors: seconds relative to those of the start, at most 1.
+        usual: medians of both, as of the measurements that have been counted together; None: they
+            are too few.
         last: number of the last measurement.
         tries: steps spent to measure the size.
     """
 
     slower: deque[float] = field(default_factory=_recent)
     factors: deque[float] = field(default_factory=_recent)
+    usual: tuple[float, float] | None = None
     last: int = 0
     tries: int = 0
-
-    @property
-    def measured(self) -> bool:
-        """There are enough measurements for their median."""
-        return len(self.slower) >= LEAST_KEPT
-
-    def difference(self) -> tuple[float, float]:
-        """Return the median of ``slower`` and that of ``factors``.
-
-        NOTE: for these few numbers ``numpy.median`` takes ten times as long.
-        """
-        return median(self.slower), median(self.factors)
 
     def add(self, seconds: float, started: float) -> None:
         """Add a measurement; ``started``: the seconds of the start."""
         self.slower.append(max(seconds - started, 0.0))
         self.factors.append(min(seconds / started, 1.0))
 
+    def count(self) -> None:
+        """Set ``usual``.
+
+        NOTE: for these few numbers ``numpy.median`` takes ten times as long.
+        """
+        if len(self.slower) >= LEAST_KEPT:
+            self.usual = median(self.slower), median(self.factors)
+
     def clear(self) -> None:
         """Forget the measurements."""
         self.slower.clear()
         self.factors.clear()
+        self.usual = None
 
 
 class StepSeconds:
@@ -97,7 +97,6 @@ class StepSeconds:
         #: seconds of the last measurements relative to those usual for their sizes
         self._paces = deque([1.0], PACE_STEPS)
         self._corrected: dict[int, Floats] = {}  # by rows
-        self._differences: dict[int, dict[int, tuple[float, float]]] = {}  # by group and size
         self._changed = False  # measurements have been counted since the last ``refresh``
 
     def at(self, rows: int) -> Floats:
@@ -120,6 +119,8 @@ class StepSeconds:
         """Count the measurements that were added, in order."""
         for place, rows, seconds in self._added:
             self._count(place, rows, seconds)
+        for group, place in {(rows.bit_length(), place) for place, rows, _ in self._added}:
+            self._sizes[group][place].count()
         self._added.clear()
         self._changed = True
 
@@ -132,16 +133,17 @@ class StepSeconds:
             size.clear()
         size.last = self._number
         pace = median(self._paces)
-        if size.measured:
-            slower, factor = size.difference()
+        if size.usual is not None:
+            slower, factor = size.usual
             self._paces.append(seconds / (started * factor + slower))
         size.add(seconds / pace, started)
 
     def unmeasured(self, rows: int, below: int) -> int | None:
         """Return the place of a size to measure, the largest below a place; None: there is none.
 
-        A size is measured by a few steps, and again when its measurements no longer count. Steps
-        beside prompts are not measured, so no more than ``TRIES`` steps are spent without success.
+        A size is measured by ``LEAST_KEPT`` steps, and again when its measurements no longer count.
+        Steps beside prompts are not measured, so no more than ``TRIES`` steps are spent without
+        success.
         """
         sizes = self._sizes[rows.bit_length()][:below]
         wanted = None
@@ -151,12 +153,12 @@ class StepSeconds:
             elif size.tries < TRIES:
                 wanted = place
         if wanted is not None:
-            sizes[wanted].tries += 1
+            sizes[wanted].tries += LEAST_KEPT
         return wanted
 
     def _known(self, size: _Size) -> bool:
         """Return whether a size has enough measurements that count."""
-        return size.measured and self._number - size.last < FRESH_MEASUREMENTS
+        return size.usual is not None and self._number - size.last < FRESH_MEASUREMENTS
 
     def refresh(self) -> None:
         """Let ``at`` return seconds that all measurements so far correct."""
@@ -164,7 +166,6 @@ class StepSeconds:
             self._count_added()
         if self._changed:
             self._corrected.clear()
-            self._differences.clear()
             self._changed = False
 
     def _correct(self, rows: int) -> Floats:
@@ -173,7 +174,12 @@ class StepSeconds:
         NOTE: for these few numbers numpy takes several times as long as Python.
         """
         started = self._started[rows]
-        known = self._known_differences(rows.bit_length())
+        sizes = self._sizes[rows.bit_length()]
+        known = {
+            place: size.usual
+            for place, size in enumerate(sizes)
+            if size.usual is not None and self._known(size)
+        }
         if not known:
             return np.array(started)
         found = []
@@ -184,14 +190,3 @@ class StepSeconds:
             least = max(least, seconds * factor + slower)
             found.append(least)
         return np.array(found)
-
-    def _known_differences(self, group: int) -> dict[int, tuple[float, float]]:
-        """Return ``_Size.difference`` of the sizes of a group that have enough measurements."""
-        found = self._differences.get(group)
-        if found is None:
-            found = self._differences[group] = {
-                place: size.difference()
-                for place, size in enumerate(self._sizes[group])
-                if self._known(size)
-            }
-        return found
