@@ -102,10 +102,10 @@ class _Decision:
     steps: int = 1
     joined: int = 0
 
-    def holds(self, rows: int, most: int) -> bool:
-        """Return whether the choice is also that of a further step."""
+    def is_of(self, rows: int, most: int) -> bool:
+        """Return whether a further step has about the rows for which the choice was made."""
         few = JOINED_ROWS * self.rows
-        if self.steps >= self.last or self.joined > few or most > self.most + few:
+        if self.joined > few or most > self.most + few:
             return False
         return self.steps < LEFT_STEPS or self.rows - rows < LEFT_ROWS * self.rows
 
@@ -126,7 +126,8 @@ class AdaptivePolicy:
         self.shapes = shapes
         self.clocked = clocked
         self._seconds = StepSeconds(np.array(costs.table(shapes, rows)))
-        self._places = {shape: place for place, shape in enumerate(shapes)}
+        # NOTE: by tokens, as the hash of a shape takes 1 us
+        self._places = {shape.tokens: place for place, shape in enumerate(shapes)}
         self._steps = [shape.steps for shape in shapes]
         self._make_estimates(rows)
         self._have = np.ones(rows, np.bool_)  # rows that have drafts for their next step
@@ -155,19 +156,21 @@ class AdaptivePolicy:
 
     def choose(self, rows: Ints, most: int) -> DraftShape:
         decision = self._decision
-        if decision is None or not decision.holds(len(rows), most):
-            return self.shapes[self._decide(rows, most)]
-        decision.steps += 1
-        return self.shapes[decision.place]
+        if decision is not None and decision.steps < decision.last:
+            if decision.is_of(len(rows), most):
+                decision.steps += 1
+                return self.shapes[decision.place]
+        else:  # results of few steps can wait if only the rows are others
+            self._add_results()
+            self._seconds.refresh()
+        return self.shapes[self._decide(rows, most)]
 
     def _decide(self, rows: Ints, most: int) -> int:
-        """Decide on a size by the results so far; arguments as in ``choose``.
+        """Decide on a size by the results counted so far; arguments as in ``choose``.
 
         Returns:
             The place of that size, or of one to explore in this step alone.
         """
-        self._add_results()
-        self._seconds.refresh()
         seconds, expected = self._seconds.at(most), self.expected(rows)
         before, speeds = self._decision, expected / seconds
         best, chosen = int(speeds.argmax()), self._chosen
@@ -217,7 +220,7 @@ class AdaptivePolicy:
         return len(rows) + np.array([gained[kind][steps] for kind, steps in sizes])
 
     def observe(self, rows: Ints, shape: DraftShape, counts: Ints) -> None:
-        place = self._places[shape]
+        place = self._places[shape.tokens]
         self._budget += self._share
         self._since_free += 1
         if self._exploration is not None:
@@ -228,7 +231,8 @@ class AdaptivePolicy:
         if self._results_of != place:
             self._add_results()
             self._results_of = place
-        self._results.add(rows, counts * self._have[rows] if self._foresees else counts)
+        # a copy, as results may be views of memory that later steps reuse
+        self._results.add(rows, counts * self._have[rows] if self._foresees else counts.copy())
         if len(self._results) == DECIDED_STEPS:
             self._add_results()
 
@@ -238,7 +242,7 @@ class AdaptivePolicy:
         self._foresees = True
 
     def took(self, rows: int, shape: DraftShape, seconds: float) -> None:
-        self._seconds.add(self._places[shape], rows, seconds)
+        self._seconds.add(self._places[shape.tokens], rows, seconds)
 
     def _add_results(self) -> None:
         """Count the tokens gained in the last steps in the estimates of acceptance."""

@@ -45,10 +45,9 @@ class StepResults:
 
         Args:
             rows: the rows, [n].
-            counts: tokens that each of them gained, [n]; 0: the row had no drafts. A copy is kept,
-                as results may be views of memory that later steps reuse.
+            counts: tokens that each of them gained, [n]; 0: the row had no drafts.
         """
-        self._steps.append((rows, counts.copy()))
+        self._steps.append((rows, counts))
 
     def end(self, row: int) -> None:
         """Note that a new sequence has entered ``row``: earlier steps count in the means only."""
