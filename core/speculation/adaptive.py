@@ -51,12 +51,13 @@ FIRST_RESULTS = 8.0  #: results that ``FIRST_RATE`` counts like
 LEAST_RATE = 0.02  #: least mean rate whose odds count, and least distance from 1
 #: most steps of about the same rows with one decision: choosing and counting take 0.1 ms of the
 #: host. Each decision that changes nothing holds for twice as many steps as the one before
-DECIDED_STEPS = 16
+DECIDED_STEPS = 12
 #: share of the rows that may join while a decision holds for all its steps
 JOINED_ROWS = 1 / 8
 #: share of the rows that leave before a decision holds for ``LEFT_STEPS``, as at the end of a batch
 LEFT_ROWS = 1 / 4
 LEFT_STEPS = 3
+PLAIN_STEPS = 64  #: most steps of about the same rows with one decision for none
 #: steps with one decision after the size has changed: its first results may change it again
 CHANGED_STEPS = 2
 #: committed steps after which an exploration need not wait for its share of the time once half of
@@ -172,14 +173,15 @@ class AdaptivePolicy:
             The place of that size, or of one to explore in this step alone.
         """
         seconds, expected = self._seconds.at(most), self.expected(rows)
-        before, speeds = self._decision, expected / seconds
-        best, chosen = int(speeds.argmax()), self._chosen
+        speeds = [tokens / time for tokens, time in zip(expected, seconds)]
+        before, chosen = self._decision, self._chosen
+        best = speeds.index(max(speeds))
         if best > chosen or speeds[best] > (1 + HYSTERESIS) * speeds[chosen]:
             self._chosen = best
         self._last = CHANGED_STEPS if self._chosen != chosen else min(2 * self._last, DECIDED_STEPS)
         chosen = self._chosen
-        self._budget = min(self._budget, float(seconds[-1]))
-        self._share = EXPLORED * float(seconds[chosen])
+        self._budget = min(self._budget, seconds[-1])
+        self._share = EXPLORED * seconds[chosen]
         self._decision = decision = _Decision(len(rows), most, chosen, self._last)
         # the results of steps that have measured a size come after further steps
         if self.clocked and (before is None or before.place >= chosen):
@@ -188,26 +190,40 @@ class AdaptivePolicy:
                 self._last = CHANGED_STEPS
                 decision.place, decision.last = smaller, LEAST_KEPT
                 return smaller
-        return chosen + self._explores(rows, seconds, expected)
+        wait = self._wait(len(rows), seconds, len(rows) / speeds[chosen])
+        if wait <= 0:
+            self._explore(len(rows), 1 / speeds[chosen])
+            return chosen + 1
+        if not self._steps[chosen]:  # no results will come before
+            decision.last = max(decision.last, min(int(wait) + 1, PLAIN_STEPS))
+        return chosen
 
-    def _explores(self, rows: Ints, seconds: Floats, expected: Floats) -> bool:
-        """Begin to explore the size after the chosen one, and return whether it is worth its time.
+    def _wait(self, rows: int, seconds: list[float], usual: float) -> float:
+        """Return the steps to come before it is worth its time to explore the next larger size.
 
-        ``seconds`` and ``expected``: seconds and expected tokens of a step of each size.
+        Args:
+            rows: number of rows.
+            seconds: seconds of a step of each size.
+            usual: seconds in which the chosen size gains one token for each row.
         """
-        chosen = self._chosen
-        if self._exploration is not None or chosen + 1 == len(self.shapes):
-            return False
-        each = float(seconds[chosen] / expected[chosen])
-        free = 2 * self._fresh >= len(rows) and self._since_free >= FRESH_STEPS
-        if not free and self._budget < seconds[chosen + 1] - len(rows) * each:
-            return False
-        self._exploration = _Exploration(chosen + 1, each)
-        if free:
-            self._fresh = self._since_free = 0
-        return True
+        larger = self._chosen + 1
+        if self._exploration is not None or larger == len(seconds):
+            return PLAIN_STEPS
+        wait = (seconds[larger] - usual - self._budget) / self._share
+        return min(wait, FRESH_STEPS - self._since_free) if 2 * self._fresh >= rows else wait
 
-    def expected(self, rows: Ints) -> Floats:
+    def _explore(self, rows: int, each: float) -> None:
+        """Begin to explore the size after the chosen one.
+
+        Args:
+            rows: number of rows.
+            each: seconds in which the chosen size gains a token.
+        """
+        self._exploration = _Exploration(self._chosen + 1, each)
+        if 2 * self._fresh >= rows and self._since_free >= FRESH_STEPS:
+            self._fresh = self._since_free = 0
+
+    def expected(self, rows: Ints) -> list[float]:
         """Return the expected tokens of a step of ``rows`` for each size of the drafts."""
         gained = []
         accepted = self._means[1] / self._means[0]
@@ -217,14 +233,14 @@ class AdaptivePolicy:
                 shares = shares.compress(self._have[rows], 0)
             gained.append([0.0, *accumulate(shares.sum(0).tolist())])
         sizes = zip(self._kinds, self._steps)
-        return len(rows) + np.array([gained[kind][steps] for kind, steps in sizes])
+        return [len(rows) + gained[kind][steps] for kind, steps in sizes]
 
     def observe(self, rows: Ints, shape: DraftShape, counts: Ints) -> None:
         place = self._places[shape.tokens]
         self._budget += self._share
         self._since_free += 1
         if self._exploration is not None:
-            seconds = float(self._seconds.at(len(rows))[place])
+            seconds = self._seconds.at(len(rows))[place]
             self._settle(self._exploration, place, seconds, int(counts.sum()))
         if not shape.steps:
             return
@@ -293,7 +309,8 @@ class AdaptivePolicy:
             lost = max(0.0, seconds - tokens * exploration.seconds_per_token)
             self._budget = max(self._budget - lost, -seconds)
             self._exploration = None
-            self._decision = None  # the result counts at once
+            if not lost:
+                self._decision = None  # the result counts at once
         elif exploration.steps > FORGOTTEN_STEPS:
             self._exploration = None
 

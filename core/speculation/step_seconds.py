@@ -96,11 +96,11 @@ class StepSeconds:
         self._number = 0  # of measurements
         #: seconds of the last measurements relative to those usual for their sizes
         self._paces = deque([1.0], PACE_STEPS)
-        self._corrected: dict[int, Floats] = {}  # by rows
+        self._corrected: dict[int, list[float]] = {}  # by rows
         self._changed = False  # measurements have been counted since the last ``refresh``
 
-    def at(self, rows: int) -> Floats:
-        """Return the seconds of a step of ``rows`` rows for each size, float64 [sizes]."""
+    def at(self, rows: int) -> list[float]:
+        """Return the seconds of a step of ``rows`` rows for each size."""
         found = self._corrected.get(rows)
         if found is None:
             found = self._corrected[rows] = self._correct(rows)
@@ -168,7 +168,7 @@ class StepSeconds:
             self._corrected.clear()
             self._changed = False
 
-    def _correct(self, rows: int) -> Floats:
+    def _correct(self, rows: int) -> list[float]:
         """Return the corrected seconds of a step of ``rows`` rows.
 
         NOTE: for these few numbers numpy takes several times as long as Python.
@@ -181,7 +181,7 @@ class StepSeconds:
             if size.usual is not None and self._known(size)
         }
         if not known:
-            return np.array(started)
+            return started
         found = []
         least = 0.0
         for place, seconds in enumerate(started):
@@ -189,4 +189,4 @@ class StepSeconds:
             slower, factor = known[nearest]
             least = max(least, seconds * factor + slower)
             found.append(least)
-        return np.array(found)
+        return found

@@ -37,7 +37,7 @@ def test_a_lasting_difference_to_the_start_is_no_slow_phase() -> None:
     found = StepSeconds(np.array([[0.0, PLAIN], [0.0, VERIFY]]))
     for _ in range(PHASE):
         found.add(0, 1, PLAIN + 0.1)
-    assert found.at(1).tolist() == pytest.approx([PLAIN + 0.1, VERIFY + 0.1])
+    assert found.at(1) == pytest.approx([PLAIN + 0.1, VERIFY + 0.1])
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
