@@ -39,6 +39,7 @@ Ints = NDArray[np.integer]
 Floats = NDArray[np.float64]
 
 EXPLORED = 0.008  #: share of the time that explorations may lose
+LEAST_LOST = 0.1  #: least share of a step that an exploration loses, as its host work takes longer
 #: least gain in expected tokens per second for which the drafts become smaller. An estimate that is
 #: too high is corrected by the next results, one that is too low only by explorations.
 HYSTERESIS = 0.02
@@ -209,7 +210,8 @@ class AdaptivePolicy:
         larger = self._chosen + 1
         if self._exploration is not None or larger == len(seconds):
             return PLAIN_STEPS
-        wait = (seconds[larger] - usual - self._budget) / self._share
+        lost = max(seconds[larger] - usual, LEAST_LOST * usual)
+        wait = (lost - self._budget) / self._share
         return min(wait, FRESH_STEPS - self._since_free) if 2 * self._fresh >= rows else wait
 
     def _explore(self, rows: int, each: float) -> None:
@@ -306,10 +308,11 @@ class AdaptivePolicy:
         """Charge an exploration that has come back for the time that it has lost."""
         exploration.steps += 1
         if exploration.place == place:
-            lost = max(0.0, seconds - tokens * exploration.seconds_per_token)
-            self._budget = max(self._budget - lost, -seconds)
+            lost = seconds - tokens * exploration.seconds_per_token
             self._exploration = None
-            if not lost:
+            if lost > 0:
+                self._budget = max(self._budget - max(lost, LEAST_LOST * seconds), -seconds)
+            else:
                 self._decision = None  # the result counts at once
         elif exploration.steps > FORGOTTEN_STEPS:
             self._exploration = None

@@ -5,7 +5,7 @@ service, long sequences or a busy host make steps slower, all sizes by about the
 are faster than measured where the start extrapolated from few rows, or timed the first step of a
 size, which may take many times as long: then all sizes by about the same factor. The difference is
 measured for each size and number of rows that occurs; a size without new measurements is taken to
-differ like the nearest one that has some.
+differ like the nearest one that has some, or as it did from that one with a few more or fewer rows.
 
 Other work on the machine may make all steps slower for a while, by about the same factor: plain
 steps on a shared CPU took up to 1.6 times as long for 10 to 200 steps. Sizes that were measured at
@@ -145,16 +145,25 @@ class StepSeconds:
         Steps beside prompts are not measured, so no more than ``TRIES`` steps are spent without
         success.
         """
-        sizes = self._sizes[rows.bit_length()][:below]
+        group = rows.bit_length()
+        sizes = self._sizes[group][:below]
         wanted = None
         for place, size in enumerate(sizes):
             if self._known(size):
                 size.tries = 0
-            elif size.tries < TRIES:
+            elif size.tries < TRIES and not any(
+                self._known(near[place]) for near in self._near(group)
+            ):
                 wanted = place
         if wanted is not None:
             sizes[wanted].tries += LEAST_KEPT
         return wanted
+
+    def _near(self, group: int) -> list[list[_Size]]:
+        """Return the sizes of the groups whose ratios are those of ``group``, the nearest first."""
+        return [
+            self._sizes[group + by] for by in (-1, 1, -2, 2) if 0 <= group + by < len(self._sizes)
+        ]
 
     def _known(self, size: _Size) -> bool:
         """Return whether a size has enough measurements that count."""
@@ -174,19 +183,31 @@ class StepSeconds:
         NOTE: for these few numbers numpy takes several times as long as Python.
         """
         started = self._started[rows]
-        sizes = self._sizes[rows.bit_length()]
-        known = {
-            place: size.usual
-            for place, size in enumerate(sizes)
-            if size.usual is not None and self._known(size)
-        }
+        group = rows.bit_length()
+        known = self._usual(self._sizes[group])
         if not known:
             return started
+        near = (
+            [self._usual(sizes) for sizes in self._near(group)] if len(known) < len(started) else []
+        )
         found = []
         least = 0.0
         for place, seconds in enumerate(started):
             nearest = min(known, key=lambda other: abs(other - place))
             slower, factor = known[nearest]
+            if nearest != place:
+                of = next((one for one in near if place in one and nearest in one), None)
+                if of is not None:
+                    slower = max(slower + of[place][0] - of[nearest][0], 0.0)
+                    factor *= of[place][1] / of[nearest][1]
             least = max(least, seconds * factor + slower)
             found.append(least)
         return found
+
+    def _usual(self, sizes: list[_Size]) -> dict[int, tuple[float, float]]:
+        """Return ``_Size.usual`` of those of ``sizes`` that have enough measurements, by place."""
+        return {
+            place: size.usual
+            for place, size in enumerate(sizes)
+            if size.usual is not None and self._known(size)
+        }
