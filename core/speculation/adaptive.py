@@ -42,7 +42,7 @@ EXPLORED = 0.008  #: share of the time that explorations may lose
 LEAST_LOST = 0.1  #: least share of a step that an exploration loses, as its host work takes longer
 #: least gain in expected tokens per second for which the drafts become smaller. An estimate that is
 #: too high is corrected by the next results, one that is too low only by explorations.
-HYSTERESIS = 0.02
+HYSTERESIS = 0.01
 ROW_STEPS = 70.0  #: verify steps of a row that count, about; older ones count less and less
 MEAN_DECAY = 0.98  #: weight of the older results of all rows with each step
 PRIOR_RESULTS = 4.0  #: results of a row that the mean of the step's rows counts like
