@@ -175,29 +175,48 @@ class AdaptivePolicy:
         """
         seconds, expected = self._seconds.at(most), self.expected(rows)
         speeds = [tokens / time for tokens, time in zip(expected, seconds)]
-        before, chosen = self._decision, self._chosen
-        best = speeds.index(max(speeds))
-        if best > chosen or speeds[best] > (1 + HYSTERESIS) * speeds[chosen]:
-            self._chosen = best
-        self._last = CHANGED_STEPS if self._chosen != chosen else min(2 * self._last, DECIDED_STEPS)
-        chosen = self._chosen
+        before = self._decision
+        chosen = self._prefer(speeds)
         self._budget = min(self._budget, seconds[-1])
         self._share = EXPLORED * seconds[chosen]
         self._decision = decision = _Decision(len(rows), most, chosen, self._last)
         # the results of steps that have measured a size come after further steps
-        if self.clocked and (before is None or before.place >= chosen):
-            smaller = self._seconds.unmeasured(len(rows), chosen)
-            if smaller is not None:
-                self._last = CHANGED_STEPS
-                decision.place, decision.last = smaller, LEAST_KEPT
-                return smaller
-        wait = self._wait(len(rows), seconds, len(rows) / speeds[chosen])
-        if wait <= 0:
-            self._explore(len(rows), 1 / speeds[chosen])
-            return chosen + 1
-        if not self._steps[chosen]:  # no results will come before
-            decision.last = max(decision.last, min(int(wait) + 1, PLAIN_STEPS))
-        return chosen
+        measures = self.clocked and (before is None or before.place >= chosen)
+        smaller = self._seconds.unmeasured(len(rows), chosen) if measures else None
+        if smaller is not None:
+            self._last = CHANGED_STEPS
+            decision.place, decision.last = smaller, LEAST_KEPT
+            return smaller
+        return chosen + self._explores(decision, seconds, 1 / speeds[chosen])
+
+    def _prefer(self, speeds: list[float]) -> int:
+        """Choose the fastest size, and return its place. ``speeds``: expected tokens per second."""
+        before, best = self._chosen, speeds.index(max(speeds))
+        if best > before or speeds[best] > (1 + HYSTERESIS) * speeds[before]:
+            self._chosen = best
+        same = self._chosen == before
+        self._last = min(2 * self._last, DECIDED_STEPS) if same else CHANGED_STEPS
+        return self._chosen
+
+    def _explores(self, decision: _Decision, seconds: list[float], each: float) -> bool:
+        """Begin to explore the size after the chosen one, and return whether it is worth its time.
+
+        Args:
+            decision: the choice. If none is chosen it holds until the next exploration is worth its
+                time, as no results come before.
+            seconds: seconds of a step of each size.
+            each: seconds in which the chosen size gains a token.
+        """
+        rows = decision.rows
+        wait = self._wait(rows, seconds, rows * each)
+        if wait > 0:
+            if not self._steps[decision.place]:
+                decision.last = max(decision.last, min(int(wait) + 1, PLAIN_STEPS))
+            return False
+        self._exploration = _Exploration(decision.place + 1, each)
+        if 2 * self._fresh >= rows and self._since_free >= FRESH_STEPS:
+            self._fresh = self._since_free = 0
+        return True
 
     def _wait(self, rows: int, seconds: list[float], usual: float) -> float:
         """Return the steps to come before it is worth its time to explore the next larger size.
@@ -213,17 +232,6 @@ class AdaptivePolicy:
         lost = max(seconds[larger] - usual, LEAST_LOST * usual)
         wait = (lost - self._budget) / self._share
         return min(wait, FRESH_STEPS - self._since_free) if 2 * self._fresh >= rows else wait
-
-    def _explore(self, rows: int, each: float) -> None:
-        """Begin to explore the size after the chosen one.
-
-        Args:
-            rows: number of rows.
-            each: seconds in which the chosen size gains a token.
-        """
-        self._exploration = _Exploration(self._chosen + 1, each)
-        if 2 * self._fresh >= rows and self._since_free >= FRESH_STEPS:
-            self._fresh = self._since_free = 0
 
     def expected(self, rows: Ints) -> list[float]:
         """Return the expected tokens of a step of ``rows`` for each size of the drafts."""

@@ -58,24 +58,26 @@ class StepResults:
         """Return what the steps gained, and forget them. ``depth``: depth of their drafts."""
         of_steps, of_counts = zip(*self._steps)
         sizes = [len(rows) for rows in of_steps]
-        rows, counts = np.concatenate(of_steps), np.concatenate(of_counts)
-        last = int(rows.max())
         width = depth + 2  # a step gains 0 to depth + 1 tokens, more of a tree's forced tokens
-        counts = np.minimum(counts, width - 1)
-        if min(sizes) == max(sizes):
-            means = np.bincount(counts, minlength=width) / sizes[0]
-        else:
-            means = np.bincount(counts, 1 / np.repeat(sizes, sizes), width)
+        rows = np.concatenate(of_steps)
+        counts = np.minimum(np.concatenate(of_counts), width - 1)
+        means = _from_last(_means(counts, sizes, width))
         if self._ends:
-            own = np.repeat(np.arange(len(sizes)), sizes) >= self._begins(last)[rows]
+            own = self._own(rows, sizes)
             rows, counts = rows[own], counts[own]
-        table = np.bincount(rows * width + counts, minlength=(last + 1) * width)
-        table = _from_last(table.reshape(-1, width))
-        kept = table[:, 0].nonzero()[0]
-        table = table.take(kept, 0)
         self._steps.clear()
         self._ends.clear()
-        return GainedTokens(kept, table[:, 1:], table[:, 0], _from_last(means)[1:])
+        kept, table = _of_rows(rows, counts, width)
+        return GainedTokens(kept, table[:, 1:], table[:, 0], means[1:])
+
+    def _own(self, rows: Ints, sizes: list[int]) -> NDArray[np.bool_]:
+        """Return which results are of the sequences that are in the rows now.
+
+        ``rows`` and ``sizes``: the rows of all steps, and their number in each step.
+        """
+        begins = self._begins(int(rows.max()))
+        own: NDArray[np.bool_] = np.repeat(np.arange(len(sizes)), sizes) >= begins[rows]
+        return own
 
     def _begins(self, last: int) -> Ints:
         """Return the number of steps before the sequence of each row began, [last + 1 or more].
@@ -86,6 +88,35 @@ class StepResults:
         for steps, row in self._ends:
             begins[row] = steps
         return begins
+
+
+def _means(counts: Ints, sizes: list[int], width: int) -> NDArray[Any]:
+    """Return the share of the rows with 0, 1, .. width - 1 tokens, summed over the steps, [width].
+
+    Args:
+        counts: tokens that the rows of each step gained.
+        sizes: number of rows of each step.
+        width: number of possible counts.
+    """
+    if min(sizes) == max(sizes):
+        return np.bincount(counts, minlength=width) / sizes[0]
+    return np.bincount(counts, 1 / np.repeat(sizes, sizes), width)
+
+
+def _of_rows(rows: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]:
+    """Return each of ``rows`` once, [n], and its results of at least 0, 1, .. tokens, [n, width].
+
+    Args:
+        rows: the rows of all results.
+        counts: tokens of each result, less than ``width``.
+        width: number of possible counts.
+    """
+    if not len(rows):
+        return rows, np.zeros((0, width), np.int64)
+    flat = np.bincount(rows * width + counts, minlength=(int(rows.max()) + 1) * width)
+    table = _from_last(flat.reshape(-1, width))
+    kept = table[:, 0].nonzero()[0]
+    return kept, table.take(kept, 0)
 
 
 def _from_last(numbers: NDArray[Any]) -> NDArray[Any]:

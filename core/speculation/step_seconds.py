@@ -187,22 +187,32 @@ class StepSeconds:
         known = self._usual(self._sizes[group])
         if not known:
             return started
-        near = (
-            [self._usual(sizes) for sizes in self._near(group)] if len(known) < len(started) else []
-        )
         found = []
         least = 0.0
         for place, seconds in enumerate(started):
-            nearest = min(known, key=lambda other: abs(other - place))
-            slower, factor = known[nearest]
-            if nearest != place:
-                of = next((one for one in near if place in one and nearest in one), None)
-                if of is not None:
-                    slower = max(slower + of[place][0] - of[nearest][0], 0.0)
-                    factor *= of[place][1] / of[nearest][1]
+            slower, factor = known[place] if place in known else self._like(known, place, group)
             least = max(least, seconds * factor + slower)
             found.append(least)
         return found
+
+    def _like(
+        self, known: dict[int, tuple[float, float]], place: int, group: int
+    ) -> tuple[float, float]:
+        """Return the difference of a size that has too few measurements.
+
+        Args:
+            known: differences of the other sizes of its group.
+            place: place of the size.
+            group: its group.
+        """
+        nearest = min(known, key=lambda other: abs(other - place))
+        slower, factor = known[nearest]
+        for sizes in self._near(group):
+            near = self._usual(sizes)
+            if place in near and nearest in near:
+                slower += near[place][0] - near[nearest][0]
+                return max(slower, 0.0), factor * near[place][1] / near[nearest][1]
+        return slower, factor
 
     def _usual(self, sizes: list[_Size]) -> dict[int, tuple[float, float]]:
         """Return ``_Size.usual`` of those of ``sizes`` that have enough measurements, by place."""
