@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer]
 
+#: least weight of a prior: it counts beside no verify step, and alone it is exact
+LEAST_WEIGHT = 2.0**-100
+
 
 class AcceptanceWindow:
     """Acceptance per position in about the last ``span`` verify steps of each of R rows.
@@ -27,15 +30,13 @@ class AcceptanceWindow:
 
     def __init__(self, rows: int, depth: int, span: float) -> None:
         self._keep = 1.0 - 1.0 / span
-        #: [R, P] weight of the verify steps whose drafts before the position were all accepted
-        self._reached: Floats = np.zeros((rows, depth))
-        #: [R, P] weight of those in which the draft at the position was accepted as well
-        self._accepted: Floats = np.zeros((rows, depth))
+        #: [R, 2, P] weight of the verify steps whose drafts before the position were all accepted,
+        #: and of those in which the draft at the position was accepted as well
+        self._weights: Floats = np.zeros((rows, 2, depth))
 
     def clear(self, rows: Ints | int) -> None:
         """Forget the verify steps of ``rows``, for example when other sequences enter them."""
-        self._reached[rows] = 0.0
-        self._accepted[rows] = 0.0
+        self._weights[rows] = 0.0
 
     def add(self, rows: Ints, gained: Ints, steps: Ints | int = 1) -> None:
         """Add verify steps of each of n rows; those of a row count alike.
@@ -48,37 +49,43 @@ class AcceptanceWindow:
             steps: number of steps that each row was in, by which older ones count less.
         """
         depth = gained.shape[1] - 1
-        self.age(rows, steps)
-        self._reached[rows, :depth] += gained[:, :-1]
-        self._accepted[rows, :depth] += gained[:, 1:]
+        weights = self._aged(rows, steps)
+        weights[:, 0, :depth] += gained[:, :-1]
+        weights[:, 1, :depth] += gained[:, 1:]
+        self._weights[rows] = weights
 
     def age(self, rows: Ints, steps: Ints | int) -> None:
         """Let the verify steps of ``rows`` count less, as after ``steps`` further ones."""
-        keep = self._keep**steps
-        if isinstance(keep, np.ndarray):
-            keep = keep[:, None]
-        self._reached[rows] *= keep
-        self._accepted[rows] *= keep
+        self._weights[rows] = self._aged(rows, steps)
 
-    def rates(self, rows: Ints, prior: float | Floats = 0.0, weight: float = 0.0) -> Floats:
+    def _aged(self, rows: Ints, steps: Ints | int) -> Floats:
+        """Return the weights of ``rows`` after ``steps`` further verify steps, [n, 2, P]."""
+        weights = self._weights.take(rows, 0)
+        weights *= np.reshape(self._keep**steps, (-1, 1, 1))
+        return weights
+
+    def rates(
+        self,
+        rows: Ints,
+        prior: float | Floats = 0.0,
+        weight: float = LEAST_WEIGHT,
+        pooled: float | None = None,
+    ) -> Floats:
         """Return the probability that a draft is accepted after all before it were, [n, P].
 
-        Positions that no verify step has reached have the value ``prior``, also with weight 0.
+        Positions that no verify step has reached have the value ``prior``.
 
         Args:
             rows: [n].
             prior: expected value before any verify step, or one for each position, [P].
-            weight: number of verify steps for which the prior counts.
+            weight: number of verify steps for which the prior counts, positive.
+            pooled: number of verify steps for which ``prior`` counts beside those of all ``rows``,
+                whose mean is then the prior of each; None: it is ``prior``.
         """
-        reached = self._reached[rows] + weight
-        found = self._accepted[rows] + weight * prior
-        return np.divide(found, reached, out=np.full_like(found, prior), where=reached > 0)
-
-    def pooled_rates(self, rows: Ints, prior: Floats, weight: float) -> Floats:
-        """Return the probabilities of :meth:`rates` for the rows together, [P].
-
-        ``prior`` and ``weight``: as there; the weight is positive.
-        """
-        found: Floats = self._accepted[rows].sum(0) + weight * prior
-        found /= self._reached[rows].sum(0) + weight
+        weights = self._weights.take(rows, 0)
+        if pooled is not None:
+            reached, accepted = weights.sum(0)
+            prior = (accepted + pooled * prior) / (reached + pooled)
+        found: Floats = weights[:, 1] + weight * prior
+        found /= weights[:, 0] + weight
         return found

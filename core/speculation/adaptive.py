@@ -16,13 +16,15 @@ larger size when most rows are new, and otherwise rarely, which is paid for from
 the time (``EXPLORED``). It costs nothing if its drafts are accepted, and is then repeated at once.
 
 Everything is computed on the host from committed results and rank 0's seconds, so that ranks choose
-alike. A size is kept for ``DECIDED_STEPS`` steps of about the same rows, whose results are counted
-together: with small models the host's time is that of the step.
+alike. A size is kept for several steps of about the same rows, the more the longer it has not
+changed, and their results are counted together: with small models the host's time is that of the
+step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +33,16 @@ from glowplug.core.plugin.draft_costs import DraftCosts
 from glowplug.core.plugin.draft_shape import DraftShape
 from glowplug.core.speculation.acceptance import AcceptanceWindow
 from glowplug.core.speculation.step_results import StepResults
-from glowplug.core.speculation.step_seconds import StepSeconds
+from glowplug.core.speculation.step_seconds import LEAST_KEPT, StepSeconds
 
 Ints = NDArray[np.integer]
 Floats = NDArray[np.float64]
 
 EXPLORED = 0.008  #: share of the time that explorations may lose
+LEAST_LOST = 0.1  #: least share of a step that an exploration loses, as its host work takes longer
 #: least gain in expected tokens per second for which the drafts become smaller. An estimate that is
 #: too high is corrected by the next results, one that is too low only by explorations.
-HYSTERESIS = 0.02
+HYSTERESIS = 0.01
 ROW_STEPS = 70.0  #: verify steps of a row that count, about; older ones count less and less
 MEAN_DECAY = 0.98  #: weight of the older results of all rows with each step
 PRIOR_RESULTS = 4.0  #: results of a row that the mean of the step's rows counts like
@@ -47,12 +50,15 @@ POOLED_RESULTS = 4.0  #: results of the step's rows that the mean of all rows co
 FIRST_RATE = 0.7  #: mean rate before any result
 FIRST_RESULTS = 8.0  #: results that ``FIRST_RATE`` counts like
 LEAST_RATE = 0.02  #: least mean rate whose odds count, and least distance from 1
-#: steps of about the same rows with one decision: choosing and counting take 0.1 ms of the host
-DECIDED_STEPS = 8
-#: share of the rows that may join, or leave, while a decision holds for all its steps
-CHANGED_ROWS = 1 / 8
-#: steps with one decision if more rows leave, as at the end of a batch
+#: most steps of about the same rows with one decision: choosing and counting take 0.1 ms of the
+#: host. Each decision that changes nothing holds for twice as many steps as the one before
+DECIDED_STEPS = 12
+#: share of the rows that may join while a decision holds for all its steps
+JOINED_ROWS = 1 / 8
+#: share of the rows that leave before a decision holds for ``LEFT_STEPS``, as at the end of a batch
+LEFT_ROWS = 1 / 4
 LEFT_STEPS = 3
+PLAIN_STEPS = 64  #: most steps of about the same rows with one decision for none
 #: steps with one decision after the size has changed: its first results may change it again
 CHANGED_STEPS = 2
 #: committed steps after which an exploration need not wait for its share of the time once half of
@@ -85,6 +91,7 @@ class _Decision:
     Attributes:
         rows: number of rows.
         most: most decoding rows of any group.
+        place: place of the size among the sizes.
         last: number of steps for which it holds.
         steps: steps so far.
         joined: sequences that have begun since.
@@ -92,17 +99,17 @@ class _Decision:
 
     rows: int
     most: int
-    last: int = DECIDED_STEPS
+    place: int
+    last: int
     steps: int = 1
     joined: int = 0
 
-    def holds(self, rows: int, most: int) -> bool:
-        """Return whether the choice is also that of a further step."""
-        few = CHANGED_ROWS * self.rows
+    def is_of(self, rows: int, most: int) -> bool:
+        """Return whether a further step has about the rows for which the choice was made."""
+        few = JOINED_ROWS * self.rows
         if self.joined > few or most > self.most + few:
             return False
-        last = self.last if self.rows - rows <= few else min(self.last, LEFT_STEPS)
-        return self.steps < last
+        return self.steps < LEFT_STEPS or self.rows - rows < LEFT_ROWS * self.rows
 
 
 class AdaptivePolicy:
@@ -121,14 +128,17 @@ class AdaptivePolicy:
         self.shapes = shapes
         self.clocked = clocked
         self._seconds = StepSeconds(np.array(costs.table(shapes, rows)))
-        self._places = {shape: place for place, shape in enumerate(shapes)}
+        # NOTE: by tokens, as the hash of a shape takes 1 us
+        self._places = {shape.tokens: place for place, shape in enumerate(shapes)}
         self._steps = [shape.steps for shape in shapes]
         self._make_estimates(rows)
         self._have = np.ones(rows, np.bool_)  # rows that have drafts for their next step
         self._foresees = False  # ``expect`` has been called
         self._chosen = 0
         self._decision: _Decision | None = None
+        self._last = CHANGED_STEPS  # of the last decision
         self._budget = 0.0  # seconds that explorations may still lose
+        self._share = 0.0  # seconds that a committed step adds to it
         self._exploration: _Exploration | None = None
         self._fresh = 0  # sequences that have begun since the last free exploration
         self._since_free = 0  # committed steps since then
@@ -142,88 +152,113 @@ class AdaptivePolicy:
         depth = max(*self._steps, 1)
         kinds = range(max(len(branches), 1))
         self._windows = [AcceptanceWindow(rows, depth, ROW_STEPS) for _ in kinds]
-        self._mean_accepted = np.full((len(kinds), depth), FIRST_RATE * FIRST_RESULTS)
-        self._mean_results = np.full((len(kinds), depth), FIRST_RESULTS)
+        #: results of all rows by depth, and accepted ones among them, [2, kinds, depth]
+        self._means = np.full((2, len(kinds), depth), FIRST_RESULTS)
+        self._means[1] *= FIRST_RATE
 
     def choose(self, rows: Ints, most: int) -> DraftShape:
         decision = self._decision
-        if decision is not None and decision.holds(len(rows), most):
-            decision.steps += 1
-            return self.shapes[self._chosen]
-        before = self._chosen
-        self._decision = decision = _Decision(len(rows), most)
-        self._add_results()
-        self._seconds.refresh()
-        shape = self._decided(rows, self._seconds.at(most))
-        if self._chosen != before:
-            decision.last = CHANGED_STEPS
-        return shape
+        if decision is not None and decision.steps < decision.last:
+            if decision.is_of(len(rows), most):
+                decision.steps += 1
+                return self.shapes[decision.place]
+        else:  # results of few steps can wait if only the rows are others
+            self._add_results()
+            self._seconds.refresh()
+        return self.shapes[self._decide(rows, most)]
 
-    def _decided(self, rows: Ints, seconds: Floats) -> DraftShape:
-        """Choose a size by the results so far, and return it or one to explore.
+    def _decide(self, rows: Ints, most: int) -> int:
+        """Decide on a size by the results counted so far; arguments as in ``choose``.
 
-        ``seconds``: seconds of a step of each size.
+        Returns:
+            The place of that size, or of one to explore in this step alone.
         """
-        expected = self.expected(rows)
-        speeds = expected / seconds
-        best = int(speeds.argmax())
-        if best > self._chosen or speeds[best] > (1 + HYSTERESIS) * speeds[self._chosen]:
-            self._chosen = best
-        chosen = self._chosen
-        smaller = self._seconds.unmeasured(len(rows), chosen) if self.clocked else None
+        seconds, expected = self._seconds.at(most), self.expected(rows)
+        speeds = [tokens / time for tokens, time in zip(expected, seconds)]
+        before = self._decision
+        chosen = self._prefer(speeds)
+        self._budget = min(self._budget, seconds[-1])
+        self._share = EXPLORED * seconds[chosen]
+        self._decision = decision = _Decision(len(rows), most, chosen, self._last)
+        # the results of steps that have measured a size come after further steps
+        measures = self.clocked and (before is None or before.place >= chosen)
+        smaller = self._seconds.unmeasured(len(rows), chosen) if measures else None
         if smaller is not None:
-            self._decision = None  # for one step
-            return self.shapes[smaller]
-        if self._explores(rows, seconds, expected):
-            return self.shapes[chosen + 1]
-        return self.shapes[chosen]
+            self._last = CHANGED_STEPS
+            decision.place, decision.last = smaller, LEAST_KEPT
+            return smaller
+        return chosen + self._explores(decision, seconds, 1 / speeds[chosen])
 
-    def _explores(self, rows: Ints, seconds: Floats, expected: Floats) -> bool:
+    def _prefer(self, speeds: list[float]) -> int:
+        """Choose the fastest size, and return its place. ``speeds``: expected tokens per second."""
+        before, best = self._chosen, speeds.index(max(speeds))
+        if best > before or speeds[best] > (1 + HYSTERESIS) * speeds[before]:
+            self._chosen = best
+        same = self._chosen == before
+        self._last = min(2 * self._last, DECIDED_STEPS) if same else CHANGED_STEPS
+        return self._chosen
+
+    def _explores(self, decision: _Decision, seconds: list[float], each: float) -> bool:
         """Begin to explore the size after the chosen one, and return whether it is worth its time.
 
-        ``seconds`` and ``expected``: seconds and expected tokens of a step of each size.
+        Args:
+            decision: the choice. If none is chosen it holds until the next exploration is worth its
+                time, as no results come before.
+            seconds: seconds of a step of each size.
+            each: seconds in which the chosen size gains a token.
         """
-        chosen = self._chosen
-        if self._exploration is not None or chosen + 1 == len(self.shapes):
+        rows = decision.rows
+        wait = self._wait(rows, seconds, rows * each)
+        if wait > 0:
+            if not self._steps[decision.place]:
+                decision.last = max(decision.last, min(int(wait) + 1, PLAIN_STEPS))
             return False
-        each = float(seconds[chosen] / expected[chosen])
-        free = 2 * self._fresh >= len(rows) and self._since_free >= FRESH_STEPS
-        if not free and self._budget < seconds[chosen + 1] - len(rows) * each:
-            return False
-        self._exploration = _Exploration(chosen + 1, each)
-        if free:
+        self._exploration = _Exploration(decision.place + 1, each)
+        if 2 * self._fresh >= rows and self._since_free >= FRESH_STEPS:
             self._fresh = self._since_free = 0
         return True
 
-    def expected(self, rows: Ints) -> Floats:
+    def _wait(self, rows: int, seconds: list[float], usual: float) -> float:
+        """Return the steps to come before it is worth its time to explore the next larger size.
+
+        Args:
+            rows: number of rows.
+            seconds: seconds of a step of each size.
+            usual: seconds in which the chosen size gains one token for each row.
+        """
+        larger = self._chosen + 1
+        if self._exploration is not None or larger == len(seconds):
+            return PLAIN_STEPS
+        lost = max(seconds[larger] - usual, LEAST_LOST * usual)
+        wait = (lost - self._budget) / self._share
+        return min(wait, FRESH_STEPS - self._since_free) if 2 * self._fresh >= rows else wait
+
+    def expected(self, rows: Ints) -> list[float]:
         """Return the expected tokens of a step of ``rows`` for each size of the drafts."""
         gained = []
-        drafting = rows[self._have[rows]] if self._foresees else rows
-        for window, mean in zip(self._windows, self._mean_accepted / self._mean_results):
-            prior = window.pooled_rates(rows, mean, POOLED_RESULTS)
-            rates = window.rates(drafting, prior, PRIOR_RESULTS)
-            gained.append(rates.cumprod(1).sum(0).cumsum())
-        return len(rows) + np.array(
-            [
-                gained[kind][steps - 1] if steps else 0.0
-                for kind, steps in zip(self._kinds, self._steps)
-            ]
-        )
+        accepted = self._means[1] / self._means[0]
+        for window, prior in zip(self._windows, accepted):
+            shares = window.rates(rows, prior, PRIOR_RESULTS, POOLED_RESULTS).cumprod(1)
+            if self._foresees:
+                shares = shares.compress(self._have[rows], 0)
+            gained.append([0.0, *accumulate(shares.sum(0).tolist())])
+        sizes = zip(self._kinds, self._steps)
+        return [len(rows) + gained[kind][steps] for kind, steps in sizes]
 
     def observe(self, rows: Ints, shape: DraftShape, counts: Ints) -> None:
-        place = self._places[shape]
-        of_sizes = self._seconds.at(len(rows))
-        seconds = float(of_sizes[place])
-        self._budget = min(self._budget + EXPLORED * seconds, float(of_sizes[-1]))
+        place = self._places[shape.tokens]
+        self._budget += self._share
         self._since_free += 1
         if self._exploration is not None:
+            seconds = self._seconds.at(len(rows))[place]
             self._settle(self._exploration, place, seconds, int(counts.sum()))
         if not shape.steps:
             return
         if self._results_of != place:
             self._add_results()
             self._results_of = place
-        self._results.add(rows, counts * self._have[rows] if self._foresees else counts)
+        # a copy, as results may be views of memory that later steps reuse
+        self._results.add(rows, counts * self._have[rows] if self._foresees else counts.copy())
         if len(self._results) == DECIDED_STEPS:
             self._add_results()
 
@@ -233,7 +268,7 @@ class AdaptivePolicy:
         self._foresees = True
 
     def took(self, rows: int, shape: DraftShape, seconds: float) -> None:
-        self._seconds.add(self._places[shape], rows, seconds)
+        self._seconds.add(self._places[shape.tokens], rows, seconds)
 
     def _add_results(self) -> None:
         """Count the tokens gained in the last steps in the estimates of acceptance."""
@@ -244,13 +279,10 @@ class AdaptivePolicy:
         several = len(self._windows) > 1
         before = self._mean_odds(kind, depth) if several else None
         found = self._results.take(depth)
-        for means, shares in (
-            (self._mean_results, found.means[:-1]),
-            (self._mean_accepted, found.means[1:]),
-        ):
-            mean = means[kind, :depth]
-            mean *= MEAN_DECAY**steps
-            mean += shares
+        means = self._means[:, kind, :depth]
+        means *= MEAN_DECAY**steps
+        means[0] += found.means[:-1]
+        means[1] += found.means[1:]
         self._windows[kind].add(found.rows, found.gained, found.steps)
         if before is not None:
             ratio = self._mean_odds(kind, depth) / before
@@ -258,8 +290,8 @@ class AdaptivePolicy:
 
     def _mean_odds(self, kind: int, steps: int) -> Floats:
         """Return the odds that a draft of a kind is accepted, by depth, float64 [steps]."""
-        rates = self._mean_accepted[kind, :steps] / self._mean_results[kind, :steps]
-        rates = rates.clip(LEAST_RATE, 1 - LEAST_RATE)
+        results, accepted = self._means[:, kind, :steps]
+        rates = (accepted / results).clip(LEAST_RATE, 1 - LEAST_RATE)
         odds: Floats = rates / (1 - rates)
         return odds
 
@@ -277,17 +309,19 @@ class AdaptivePolicy:
             if other != kind:
                 window.age(rows, steps)
                 odds = ratio * self._mean_odds(other, depth)
-                results = self._mean_results[other, :depth]
-                self._mean_accepted[other, :depth] = results * odds / (1 + odds)
+                results, accepted = self._means[:, other, :depth]
+                accepted[:] = results * odds / (1 + odds)
 
     def _settle(self, exploration: _Exploration, place: int, seconds: float, tokens: int) -> None:
         """Charge an exploration that has come back for the time that it has lost."""
         exploration.steps += 1
         if exploration.place == place:
-            lost = max(0.0, seconds - tokens * exploration.seconds_per_token)
-            self._budget = max(self._budget - lost, -seconds)
+            lost = seconds - tokens * exploration.seconds_per_token
             self._exploration = None
-            self._decision = None  # the result counts at once
+            if lost > 0:
+                self._budget = max(self._budget - max(lost, LEAST_LOST * seconds), -seconds)
+            else:
+                self._decision = None  # the result counts at once
         elif exploration.steps > FORGOTTEN_STEPS:
             self._exploration = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,13 @@ class GainedTokens(NamedTuple):
     Attributes:
         rows: the rows, [n].
         gained: number of the row's steps that gained at least 1, 2, .. d + 1 tokens, [n, d + 1].
-        steps: number of steps that each row was in, [n], or one number for all.
+        steps: number of steps that each row was in, [n].
         means: share of the rows that gained as many tokens, summed over the steps, [d + 1].
     """
 
     rows: Ints
     gained: Ints
-    steps: Ints | int
+    steps: Ints
     means: Floats
 
 
@@ -45,10 +45,9 @@ class StepResults:
 
         Args:
             rows: the rows, [n].
-            counts: tokens that each of them gained, [n]; 0: the row had no drafts. A copy is kept,
-                as results may be views of memory that later steps reuse.
+            counts: tokens that each of them gained, [n]; 0: the row had no drafts.
         """
-        self._steps.append((rows, counts.copy()))
+        self._steps.append((rows, counts))
 
     def end(self, row: int) -> None:
         """Note that a new sequence has entered ``row``: earlier steps count in the means only."""
@@ -57,37 +56,28 @@ class StepResults:
 
     def take(self, depth: int) -> GainedTokens:
         """Return what the steps gained, and forget them. ``depth``: depth of their drafts."""
-        steps = self._steps
-        rows, _ = steps[0]
-        same = not self._ends and all(np.array_equal(other, rows) for other, _ in steps[1:])
-        least = np.arange(1, depth + 2)
-        if same:
-            counts = np.stack([counts for _, counts in steps])
-            gained = (counts[:, :, None] >= least).sum(0)
-            found = GainedTokens(rows, gained, len(steps), gained.sum(0) / len(rows))
-        else:
-            found = self._taken_apart(least)
+        of_steps, of_counts = zip(*self._steps)
+        sizes = [len(rows) for rows in of_steps]
+        width = depth + 2  # a step gains 0 to depth + 1 tokens, more of a tree's forced tokens
+        rows = np.concatenate(of_steps)
+        counts = np.minimum(np.concatenate(of_counts), width - 1)
+        means = _from_last(_means(counts, sizes, width))
+        if self._ends:
+            own = self._own(rows, sizes)
+            rows, counts = rows[own], counts[own]
         self._steps.clear()
         self._ends.clear()
-        return found
+        kept, table = _of_rows(rows, counts, width)
+        return GainedTokens(kept, table[:, 1:], table[:, 0], means[1:])
 
-    def _taken_apart(self, least: Ints) -> GainedTokens:
-        """Return the result of ``take`` for steps of different rows.
+    def _own(self, rows: Ints, sizes: list[int]) -> NDArray[np.bool_]:
+        """Return which results are of the sequences that are in the rows now.
 
-        ``least``: least tokens of a step for each column of the result.
+        ``rows`` and ``sizes``: the rows of all steps, and their number in each step.
         """
-        of_steps, counts = zip(*self._steps)
-        sizes = [len(rows) for rows in of_steps]
-        rows = np.concatenate(of_steps)
-        enough = np.concatenate(counts)[:, None] >= least
-        means = (1 / np.repeat(sizes, sizes)) @ enough
-        if self._ends:
-            own = np.repeat(np.arange(len(sizes)), sizes) >= self._begins(int(rows.max()))[rows]
-            rows, enough = rows[own], enough[own]
-        numbers = np.bincount(rows)
-        kept = np.flatnonzero(numbers)
-        gained = np.stack([np.bincount(rows, column)[kept] for column in enough.T], 1)
-        return GainedTokens(kept, gained, numbers[kept], means)
+        begins = self._begins(int(rows.max()))
+        own: NDArray[np.bool_] = np.repeat(np.arange(len(sizes)), sizes) >= begins[rows]
+        return own
 
     def _begins(self, last: int) -> Ints:
         """Return the number of steps before the sequence of each row began, [last + 1 or more].
@@ -98,3 +88,37 @@ class StepResults:
         for steps, row in self._ends:
             begins[row] = steps
         return begins
+
+
+def _means(counts: Ints, sizes: list[int], width: int) -> NDArray[Any]:
+    """Return the share of the rows with 0, 1, .. width - 1 tokens, summed over the steps, [width].
+
+    Args:
+        counts: tokens that the rows of each step gained.
+        sizes: number of rows of each step.
+        width: number of possible counts.
+    """
+    if min(sizes) == max(sizes):
+        return np.bincount(counts, minlength=width) / sizes[0]
+    return np.bincount(counts, 1 / np.repeat(sizes, sizes), width)
+
+
+def _of_rows(rows: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]:
+    """Return each of ``rows`` once, [n], and its results of at least 0, 1, .. tokens, [n, width].
+
+    Args:
+        rows: the rows of all results.
+        counts: tokens of each result, less than ``width``.
+        width: number of possible counts.
+    """
+    if not len(rows):
+        return rows, np.zeros((0, width), np.int64)
+    flat = np.bincount(rows * width + counts, minlength=(int(rows.max()) + 1) * width)
+    table = _from_last(flat.reshape(-1, width))
+    kept = table[:, 0].nonzero()[0]
+    return kept, table.take(kept, 0)
+
+
+def _from_last(numbers: NDArray[Any]) -> NDArray[Any]:
+    """Return the sums of each number of the last dimension and all behind it."""
+    return numbers[..., ::-1].cumsum(-1)[..., ::-1]

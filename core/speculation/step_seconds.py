@@ -5,7 +5,7 @@ service, long sequences or a busy host make steps slower, all sizes by about the
 are faster than measured where the start extrapolated from few rows, or timed the first step of a
 size, which may take many times as long: then all sizes by about the same factor. The difference is
 measured for each size and number of rows that occurs; a size without new measurements is taken to
-differ like the nearest one that has some.
+differ like the nearest one that has some, or as it did from that one with a few more or fewer rows.
 
 Other work on the machine may make all steps slower for a while, by about the same factor: plain
 steps on a shared CPU took up to 1.6 times as long for 10 to 200 steps. Sizes that were measured at
@@ -46,36 +46,36 @@ class _Size:
     Attributes:
         slower: seconds more than those of the start, at least 0.
         factors: seconds relative to those of the start, at most 1.
+        usual: medians of both, as of the measurements that have been counted together; None: they
+            are too few.
         last: number of the last measurement.
         tries: steps spent to measure the size.
     """
 
     slower: deque[float] = field(default_factory=_recent)
     factors: deque[float] = field(default_factory=_recent)
+    usual: tuple[float, float] | None = None
     last: int = 0
     tries: int = 0
-
-    @property
-    def measured(self) -> bool:
-        """There are enough measurements for their median."""
-        return len(self.slower) >= LEAST_KEPT
-
-    def difference(self) -> tuple[float, float]:
-        """Return the median of ``slower`` and that of ``factors``.
-
-        NOTE: for these few numbers ``numpy.median`` takes ten times as long.
-        """
-        return median(self.slower), median(self.factors)
 
     def add(self, seconds: float, started: float) -> None:
         """Add a measurement; ``started``: the seconds of the start."""
         self.slower.append(max(seconds - started, 0.0))
         self.factors.append(min(seconds / started, 1.0))
 
+    def count(self) -> None:
+        """Set ``usual``.
+
+        NOTE: for these few numbers ``numpy.median`` takes ten times as long.
+        """
+        if len(self.slower) >= LEAST_KEPT:
+            self.usual = median(self.slower), median(self.factors)
+
     def clear(self) -> None:
         """Forget the measurements."""
         self.slower.clear()
         self.factors.clear()
+        self.usual = None
 
 
 class StepSeconds:
@@ -96,12 +96,11 @@ class StepSeconds:
         self._number = 0  # of measurements
         #: seconds of the last measurements relative to those usual for their sizes
         self._paces = deque([1.0], PACE_STEPS)
-        self._corrected: dict[int, Floats] = {}  # by rows
-        self._differences: dict[int, dict[int, tuple[float, float]]] = {}  # by group and size
+        self._corrected: dict[int, list[float]] = {}  # by rows
         self._changed = False  # measurements have been counted since the last ``refresh``
 
-    def at(self, rows: int) -> Floats:
-        """Return the seconds of a step of ``rows`` rows for each size, float64 [sizes]."""
+    def at(self, rows: int) -> list[float]:
+        """Return the seconds of a step of ``rows`` rows for each size."""
         found = self._corrected.get(rows)
         if found is None:
             found = self._corrected[rows] = self._correct(rows)
@@ -120,6 +119,8 @@ class StepSeconds:
         """Count the measurements that were added, in order."""
         for place, rows, seconds in self._added:
             self._count(place, rows, seconds)
+        for group, place in {(rows.bit_length(), place) for place, rows, _ in self._added}:
+            self._sizes[group][place].count()
         self._added.clear()
         self._changed = True
 
@@ -132,31 +133,41 @@ class StepSeconds:
             size.clear()
         size.last = self._number
         pace = median(self._paces)
-        if size.measured:
-            slower, factor = size.difference()
+        if size.usual is not None:
+            slower, factor = size.usual
             self._paces.append(seconds / (started * factor + slower))
         size.add(seconds / pace, started)
 
     def unmeasured(self, rows: int, below: int) -> int | None:
         """Return the place of a size to measure, the largest below a place; None: there is none.
 
-        A size is measured by a few steps, and again when its measurements no longer count. Steps
-        beside prompts are not measured, so no more than ``TRIES`` steps are spent without success.
+        A size is measured by ``LEAST_KEPT`` steps, and again when its measurements no longer count.
+        Steps beside prompts are not measured, so no more than ``TRIES`` steps are spent without
+        success.
         """
-        sizes = self._sizes[rows.bit_length()][:below]
+        group = rows.bit_length()
+        sizes = self._sizes[group][:below]
         wanted = None
         for place, size in enumerate(sizes):
             if self._known(size):
                 size.tries = 0
-            elif size.tries < TRIES:
+            elif size.tries < TRIES and not any(
+                self._known(near[place]) for near in self._near(group)
+            ):
                 wanted = place
         if wanted is not None:
-            sizes[wanted].tries += 1
+            sizes[wanted].tries += LEAST_KEPT
         return wanted
+
+    def _near(self, group: int) -> list[list[_Size]]:
+        """Return the sizes of the groups whose ratios are those of ``group``, the nearest first."""
+        return [
+            self._sizes[group + by] for by in (-1, 1, -2, 2) if 0 <= group + by < len(self._sizes)
+        ]
 
     def _known(self, size: _Size) -> bool:
         """Return whether a size has enough measurements that count."""
-        return size.measured and self._number - size.last < FRESH_MEASUREMENTS
+        return size.usual is not None and self._number - size.last < FRESH_MEASUREMENTS
 
     def refresh(self) -> None:
         """Let ``at`` return seconds that all measurements so far correct."""
@@ -164,34 +175,49 @@ class StepSeconds:
             self._count_added()
         if self._changed:
             self._corrected.clear()
-            self._differences.clear()
             self._changed = False
 
-    def _correct(self, rows: int) -> Floats:
+    def _correct(self, rows: int) -> list[float]:
         """Return the corrected seconds of a step of ``rows`` rows.
 
         NOTE: for these few numbers numpy takes several times as long as Python.
         """
         started = self._started[rows]
-        known = self._known_differences(rows.bit_length())
+        group = rows.bit_length()
+        known = self._usual(self._sizes[group])
         if not known:
-            return np.array(started)
+            return started
         found = []
         least = 0.0
         for place, seconds in enumerate(started):
-            nearest = min(known, key=lambda other: abs(other - place))
-            slower, factor = known[nearest]
+            slower, factor = known[place] if place in known else self._like(known, place, group)
             least = max(least, seconds * factor + slower)
             found.append(least)
-        return np.array(found)
-
-    def _known_differences(self, group: int) -> dict[int, tuple[float, float]]:
-        """Return ``_Size.difference`` of the sizes of a group that have enough measurements."""
-        found = self._differences.get(group)
-        if found is None:
-            found = self._differences[group] = {
-                place: size.difference()
-                for place, size in enumerate(self._sizes[group])
-                if self._known(size)
-            }
         return found
+
+    def _like(
+        self, known: dict[int, tuple[float, float]], place: int, group: int
+    ) -> tuple[float, float]:
+        """Return the difference of a size that has too few measurements.
+
+        Args:
+            known: differences of the other sizes of its group.
+            place: place of the size.
+            group: its group.
+        """
+        nearest = min(known, key=lambda other: abs(other - place))
+        slower, factor = known[nearest]
+        for sizes in self._near(group):
+            near = self._usual(sizes)
+            if place in near and nearest in near:
+                slower += near[place][0] - near[nearest][0]
+                return max(slower, 0.0), factor * near[place][1] / near[nearest][1]
+        return slower, factor
+
+    def _usual(self, sizes: list[_Size]) -> dict[int, tuple[float, float]]:
+        """Return ``_Size.usual`` of those of ``sizes`` that have enough measurements, by place."""
+        return {
+            place: size.usual
+            for place, size in enumerate(sizes)
+            if size.usual is not None and self._known(size)
+        }

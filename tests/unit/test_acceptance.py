@@ -74,5 +74,11 @@ def test_steps_that_are_added_together_count_alike() -> None:
     apart.add(second, gained([2], 2))
     assert together.rates(both) == pytest.approx(apart.rates(both), abs=0.02)
     assert together.rates(both)[0].tolist() == apart.rates(both)[0].tolist()
-    pooled = together.pooled_rates(both, np.array([0.5, 0.5]), 1.0)
-    assert ((pooled > 0.5) & (pooled < 1)).all()
+
+
+def test_the_prior_of_a_row_may_be_the_mean_of_all() -> None:
+    window = AcceptanceWindow(3, 2, 200)
+    rows = np.array([0, 1])
+    window.add(rows, gained([2, 0], 2))
+    found = window.rates(rows, np.array([0.5, 0.5]), 1e6, pooled=1.0)
+    assert found == pytest.approx(np.array([[0.5, 0.75]] * 2), abs=1e-5)

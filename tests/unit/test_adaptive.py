@@ -220,12 +220,12 @@ def test_seconds_of_a_size_that_was_not_measured_lately_no_longer_count() -> Non
     for _ in range(LEAST_KEPT):
         found.add(1, 1, 7.0)
     found.refresh()
-    assert found.at(1).tolist() == [6.0, 7.0], "the other size differs alike"
+    assert found.at(1) == [6.0, 7.0], "the other size differs alike"
     for _ in range(FRESH_MEASUREMENTS):
         found.add(0, 1, 1.5)
-    assert found.at(1).tolist() == [6.0, 7.0], "until the next decision"
+    assert found.at(1) == [6.0, 7.0], "until the next decision"
     found.refresh()
-    assert found.at(1).tolist() == [1.5, 2.5]
+    assert found.at(1) == [1.5, 2.5]
 
 
 def test_seconds_of_the_start_may_be_many_times_too_long() -> None:
@@ -234,7 +234,7 @@ def test_seconds_of_the_start_may_be_many_times_too_long() -> None:
     for _ in range(LEAST_KEPT):
         found.add(0, 1, 0.02)
     found.refresh()
-    assert found.at(1).tolist() == pytest.approx([0.02, 0.03])
+    assert found.at(1) == pytest.approx([0.02, 0.03])
 
 
 def test_rows_that_are_known_to_have_no_drafts_neither_count_nor_gain() -> None:

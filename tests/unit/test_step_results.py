@@ -67,11 +67,3 @@ def test_an_end_before_the_first_step_changes_nothing() -> None:
     results.end(1)
     results.add(np.array([1], np.int32), np.array([2], np.int32))
     assert compared(results.take(1)) == ({1: ([1, 1], 1)}, [1.0, 1.0])
-
-
-def test_results_are_kept_when_their_memory_is_used_again() -> None:
-    results = StepResults()
-    rows, counts = np.array([1, 4], np.int32), np.array([2, 1], np.int32)
-    results.add(rows, counts)
-    counts[:] = 7
-    assert compared(results.take(1))[0] == {1: ([1, 1], 1), 4: ([1, 0], 1)}

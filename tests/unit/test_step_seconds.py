@@ -37,7 +37,21 @@ def test_a_lasting_difference_to_the_start_is_no_slow_phase() -> None:
     found = StepSeconds(np.array([[0.0, PLAIN], [0.0, VERIFY]]))
     for _ in range(PHASE):
         found.add(0, 1, PLAIN + 0.1)
-    assert found.at(1).tolist() == pytest.approx([PLAIN + 0.1, VERIFY + 0.1])
+    assert found.at(1) == pytest.approx([PLAIN + 0.1, VERIFY + 0.1])
+
+
+def test_sizes_differ_alike_with_about_as_many_rows() -> None:
+    """A size that was measured with four times as many rows need not be measured again."""
+    found = StepSeconds(np.repeat([[PLAIN], [VERIFY]], 65, 1))
+    for _ in range(LEAST_KEPT):
+        found.add(1, 32, VERIFY + 0.1)
+        found.add(0, 32, PLAIN + 0.08)
+        found.add(1, 8, VERIFY + 0.05)
+        found.add(1, 2, VERIFY + 0.05)
+    found.refresh()
+    assert found.at(8) == pytest.approx([PLAIN + 0.03, VERIFY + 0.05])
+    assert found.at(2) == pytest.approx([PLAIN + 0.05, VERIFY + 0.05]), "differs like the other"
+    assert found.unmeasured(8, 1) is None and found.unmeasured(2, 1) == 0
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
