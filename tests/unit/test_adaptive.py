@@ -367,3 +367,18 @@ def test_the_sizes_of_an_engine(full: DraftShape, tokens: list[int]) -> None:
 
 def test_simulated_lengths_are_those_requested() -> None:
     assert [round(gain(rate_of(length, 3), 3), 6) for length in LENGTHS] == list(LENGTHS)
+
+
+@pytest.mark.parametrize("foreseen", (False, True))
+def test_results_are_kept_when_their_memory_is_used_again(foreseen: bool) -> None:
+    rows = np.arange(4, dtype=np.int32)
+    policies = [AdaptivePolicy(SHAPES, COSTS["model"], 4) for _ in range(2)]
+    for place, policy in enumerate(policies):
+        for _ in range(40):
+            shape = policy.choose(rows, 4)
+            if foreseen:
+                policy.expect(rows, np.ones(4, np.int32))
+            counts = np.full(4, 1 + (shape.steps > 0), np.int32)
+            policy.observe(rows, shape, counts)
+            counts[:] = 0 if place else counts
+    assert policies[0].expected(rows) == policies[1].expected(rows)
