@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from glowplug.core.engine.constraint import SequenceGrammar, TagTokens
@@ -17,32 +18,38 @@ if TYPE_CHECKING:
 
 
 class GrammarCache:
-    """Compiled grammars by their key, limited in bytes; the least recently used ones go first."""
+    """Compiled grammars by their key, limited in bytes; the least recently used ones go first.
+
+    Threads may share it.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._lock = Lock()
         self._held: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()
         self.size = 0
 
     def get(self, spec: GrammarSpec) -> CompiledGrammar | None:
         """Return the compiled grammar of ``spec``, or None."""
-        found = self._held.get(spec.key)
-        if found is not None:
-            self._held.move_to_end(spec.key)
-        return found
+        with self._lock:
+            found = self._held.get(spec.key)
+            if found is not None:
+                self._held.move_to_end(spec.key)
+            return found
 
     def put(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
         """Add a compiled grammar, and drop others until the limit is kept."""
-        if spec.key in self._held or compiled.size > self._most:
-            return
-        self._held[spec.key] = compiled
-        self.size += compiled.size
-        while self.size > self._most:
-            self.size -= self._held.popitem(last=False)[1].size
+        with self._lock:
+            if spec.key in self._held or compiled.size > self._most:
+                return
+            self._held[spec.key] = compiled
+            self.size += compiled.size
+            while self.size > self._most:
+                self.size -= self._held.popitem(last=False)[1].size
 
 
 class GrammarBuilder:
-    """Compiles the grammars of requests, one at a time, in any thread.
+    """Compiles the grammars of requests, one at a time, in any thread; others may call ``known``.
 
     Args:
         backend: the library.
@@ -89,15 +96,24 @@ class GrammarBuilder:
         if compiled is None:
             compiled = self._compiled(spec)
             self.cache.put(spec, compiled)
-        eos = frozenset(tokenizer.eos_ids)
-        if not spec.closing:
-            return SequenceGrammar(compiled, spec, eos)
-        tags = self._tags.get((spec.opening, spec.closing))
-        if tags is None:
+        tags = spec.opening, spec.closing
+        if spec.closing and tags not in self._tags:
             pieces = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-            tags = TagTokens(spec.opening, spec.closing, pieces, eos, self.vocab)
-            self._tags[spec.opening, spec.closing] = tags
-        return SequenceGrammar(compiled, spec, eos, tags)
+            eos = frozenset(tokenizer.eos_ids)
+            self._tags[tags] = TagTokens(*tags, pieces, eos, self.vocab)
+        return self._of_sequence(spec, compiled)
+
+    def known(self, spec: GrammarSpec) -> SequenceGrammar | None:
+        """Return the grammar of ``spec`` if nothing has to be compiled for it, else None."""
+        compiled = self.cache.get(spec)  # one is cached once the tokenizer is open
+        if compiled is None or (spec.closing and (spec.opening, spec.closing) not in self._tags):
+            return None
+        return self._of_sequence(spec, compiled)
+
+    def _of_sequence(self, spec: GrammarSpec, compiled: CompiledGrammar) -> SequenceGrammar:
+        """Return the grammar of one sequence; its tags are known."""
+        tags = self._tags[spec.opening, spec.closing] if spec.closing else None
+        return SequenceGrammar(compiled, spec, frozenset(self._tokenizer.eos_ids), tags)
 
     def _compiled(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile ``spec``; an exception of the library becomes a RequestError."""

@@ -47,6 +47,8 @@ class RankGrammars:
     def hold(self, sequence: Sequence) -> None:
         """Begin to compile the grammar of ``sequence``, which waits until it is released.
 
+        One that is cached is done at once, so that requests of a batch start in the same step.
+
         Raises:
             RequestError: the engine runs without structured output.
         """
@@ -54,7 +56,13 @@ class RankGrammars:
         assert spec is not None, "only sequences with a grammar are held"
         if self._builder is None:
             raise RequestError("this engine runs without structured output")
-        self._held[sequence.id] = (sequence, self._pool.submit(self._builder.build, spec))
+        known = self._builder.known(spec)
+        if known is None:
+            found = self._pool.submit(self._builder.build, spec)
+        else:
+            found = Future()
+            found.set_result(known)
+        self._held[sequence.id] = (sequence, found)
 
     def ready(self) -> list[tuple[int, str]]:
         """Return (sequence id, error) of the held sequences whose grammar is done; "": it is good.
