@@ -2,8 +2,7 @@
 
 ``python -m tests.e2e.structured_record --part cost --device cuda --out x.json``. Both runs of a
 pair have the same prompts, lengths and seeds, and follow each other at once, so that other work on
-the machine slows both. Without drafts they also have the same number of steps, unless requests
-start in several steps because their grammars are not ready in the same turn. A share is the speed
+the machine slows both. Without drafts they also have the same number of steps. A share is the speed
 with a schema over the speed without, the median of all pairs.
 
 On the CPU each pair has a third run, which repeats the tokens of the run with the schema without a
