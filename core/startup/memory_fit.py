@@ -23,7 +23,7 @@ from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.layers.rope import Rope
 from glowplug.core.plan.budget.graphs import beside_pool, pool_bytes
 from glowplug.core.plan.budget.pages import DRAFT_CACHE, PAGE_LINES
-from glowplug.core.plan.budget.step import DRAFT_STATE, RESERVED
+from glowplug.core.plan.budget.step import DRAFT_STATE, RESERVED, RUNTIME_LINE
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
@@ -31,7 +31,7 @@ from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.startup.first_use.steps_between import steps_between
 from glowplug.core.startup.kv_cache_error import check_cache
 from glowplug.core.startup.memory_gauge import Gauge, MemoryMeter, gauge_of
-from glowplug.core.startup.page_fit import MeasuredMemory, compared, pages_that_fit
+from glowplug.core.startup.page_fit import MeasuredMemory, compared, differences, pages_that_fit
 from glowplug.core.startup.warmup import (
     FEW_PAGES,
     most_captured,
@@ -43,7 +43,6 @@ from glowplug.core.startup.warmup import (
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.kv_pool import KVPool
 
-RUNTIME_LINE = "cuda runtime"  #: name of a budget line
 #: memory that steps claim with expandable segments, as a multiple of the largest step's: later
 #: steps of fewer tokens fragment it (V3 on an H200: 5% more, 144 MiB more than its share)
 FRAGMENTATION_FACTOR = 1.1
@@ -337,14 +336,8 @@ class RankMemory:
 
     def summary(self) -> str:
         """Return one log line: measured bytes by budget line, and their difference to the plan."""
-        planned = {line.name: line.bytes for line in self.plan.budget}
-        parts = [
-            f"{name} {human(size)}"
-            + (f" ({size / planned[name] - 1:+.0%})" if planned.get(name) else "")
-            for name, size in self.meter.lines.items()
-            if size
-        ]
-        return "memory, measured (difference to the plan): " + ", ".join(parts)
+        found = differences(self.plan, self.meter.lines)
+        return f"memory, measured (difference to the plan): {found}"
 
 
 class _NoGraphs:

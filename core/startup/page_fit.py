@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.budget.memory_share import CUDA_RESERVE
+from glowplug.core.plan.budget.step import EXCHANGE_BUFFERS, EXCHANGE_LIBRARY, RUNTIME_LINE
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
 
@@ -77,10 +78,30 @@ def pages_that_fit(
 
 def compared(plan: EnginePlan, lines: Mapping[str, int]) -> str:
     """Return "weights 29.3 GiB (29.2 GiB planned), ..." for every measured line."""
-    planned = {line.name: line.bytes for line in plan.budget}
+    planned = _planned(plan)
     return ", ".join(
         f"{name} {human(size)} ({human(planned[name])} planned)"
         if name in planned
         else f"{name} {human(size)}"
         for name, size in lines.items()
     )
+
+
+def differences(plan: EnginePlan, lines: Mapping[str, int]) -> str:
+    """Return "weights 29.3 GiB (+0%), ..." for every measured line with bytes."""
+    planned = _planned(plan)
+    return ", ".join(
+        f"{name} {human(size)}"
+        + (f" ({size / planned[name] - 1:+.0%})" if planned.get(name) else "")
+        for name, size in lines.items()
+        if size
+    )
+
+
+def _planned(plan: EnginePlan) -> dict[str, int]:
+    """Return the planned bytes by line, as they are measured: exchanges with the runtime."""
+    found = {line.name: line.bytes for line in plan.budget}
+    for name in (EXCHANGE_BUFFERS, EXCHANGE_LIBRARY):
+        if name in found and RUNTIME_LINE in found:
+            found[RUNTIME_LINE] += found.pop(name)
+    return found

@@ -18,7 +18,7 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.startup import memory_fit
 from glowplug.core.startup.build_rank import build_rank
 from glowplug.core.startup.memory_gauge import HostGauge, MemoryMeter
-from glowplug.core.startup.page_fit import MeasuredMemory, compared, pages_that_fit
+from glowplug.core.startup.page_fit import MeasuredMemory, compared, differences, pages_that_fit
 from glowplug.core.startup.phases import rate
 from glowplug.core.step.messages import Control
 from glowplug.core.testing.harness.plans import bare_plan
@@ -268,3 +268,15 @@ def test_a_meter_adds_up_and_moves() -> None:
 )
 def test_small_models_have_a_rate_too(size: int, seconds: float, said: str) -> None:
     assert rate(size, seconds) == said
+
+
+def test_exchange_buffers_are_measured_with_the_runtime() -> None:
+    budget = [
+        BudgetLine(name, size << 20, "")
+        for name, size in (("weights", 100), ("cuda runtime", 700), ("exchange buffers", 100))
+    ]
+    plan = replace(bare_plan(num_pages=1, page_size=16), budget=tuple(budget))
+    lines = {"weights": 110 << 20, "cuda runtime": 840 << 20, "graphs": 0}
+    assert differences(plan, lines) == "weights 110.0 MiB (+10%), cuda runtime 840.0 MiB (+5%)"
+    found = compared(plan, lines)
+    assert "cuda runtime 840.0 MiB (800.0 MiB planned)" in found and found.endswith("graphs 0 B")

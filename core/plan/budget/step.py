@@ -22,6 +22,10 @@ from glowplug.core.plugin.offers import SamplerOffers
 CUDA_RUNTIME = 736 * MIB  #: bytes of the CUDA context, kernel code and libraries' workspaces
 DRAFT_HEAD = "draft head"  #: name of the budget line for the draft's copy of rows of the head
 RESERVED = "attention buffers"  #: name of the budget line for ``AttentionOffers.reserves``
+RUNTIME_LINE = "cuda runtime"  #: name of a budget line
+#: names of the lines whose memory torch's allocator does not see: it is measured with the runtime
+EXCHANGE_BUFFERS = "exchange buffers"
+EXCHANGE_LIBRARY = "exchange library"
 DRAFT_STATE = "draft state"  #: name of the budget line for ``SpeculativeOffers.reserves``
 HOST_COPIES = 3.0  #: memory of float32 logits and of sampling on a CPU, in copies of the logits
 SCORED = 256  #: prompt positions whose logits are computed at a time (``Runner._score``)
@@ -64,7 +68,7 @@ def _device_lines(proposal: Proposal, layers: LayerBytes, counts: Counts) -> lis
             f"penalties and allowed tokens of {rows} rows",
         )
     )
-    lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
+    lines.append(BudgetLine(RUNTIME_LINE, CUDA_RUNTIME, "context, kernels, libraries"))
     lines += _collective_lines(proposal, counts)
     graphs = graph_line(proposal, counts.captured, partial(layers.claimed, features_of(proposal)))
     return [*lines, graphs] if graphs is not None else lines
@@ -153,8 +157,8 @@ def _collective_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
         )
     library = offers.library_bytes(sizes) if offers.library_bytes is not None else 0
     found = (
-        BudgetLine("exchange buffers", size, f"of {collectives.name}"),
-        BudgetLine("exchange library", library, f"an estimate, of {collectives.name}"),
+        BudgetLine(EXCHANGE_BUFFERS, size, f"of {collectives.name}"),
+        BudgetLine(EXCHANGE_LIBRARY, library, f"an estimate, of {collectives.name}"),
     )
     return [line for line in found if line.bytes]
 
