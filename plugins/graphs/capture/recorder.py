@@ -48,9 +48,12 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
-    def new_graph(self) -> torch.cuda.CUDAGraph:
-        """Return an empty graph that ``reset`` will free."""
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """Begin to capture a graph, which ``reset`` will free, and return it."""
         graph = torch.cuda.CUDAGraph()
+        # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device
+        # during the capture
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         self._graphs.add(graph)
         return graph
 
@@ -78,10 +81,7 @@ class CudaRecorder:
         return graph.replay, results
 
     def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph = self.new_graph()
-        # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device
-        # during the capture
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        graph = self.begin()
         try:
             results = work()
         except BaseException:
