@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer]
 
-#: least weight of a prior: it counts beside no verify step, and alone it is exact
+#: weight of a prior that counts only where no verify step does. A power of two, so that the prior
+#: alone is the result exactly
 LEAST_WEIGHT = 2.0**-100
 
 
@@ -79,8 +80,8 @@ class AcceptanceWindow:
             rows: [n].
             prior: expected value before any verify step, or one for each position, [P].
             weight: number of verify steps for which the prior counts, positive.
-            pooled: number of verify steps for which ``prior`` counts beside those of all ``rows``,
-                whose mean is then the prior of each; None: it is ``prior``.
+            pooled: None: ``prior`` is the prior of each row. Otherwise it is the mean of all
+                ``rows``, in which ``prior`` counts for this number of verify steps.
         """
         weights = self._weights.take(rows, 0)
         if pooled is not None:

@@ -55,7 +55,8 @@ LEAST_RATE = 0.02  #: least mean rate whose odds count, and least distance from 
 DECIDED_STEPS = 12
 #: share of the rows that may join while a decision holds for all its steps
 JOINED_ROWS = 1 / 8
-#: share of the rows that leave before a decision holds for ``LEFT_STEPS``, as at the end of a batch
+#: share of the rows with whose leaving a decision ends, as at the end of a batch, but not before
+#: its first ``LEFT_STEPS`` steps
 LEFT_ROWS = 1 / 4
 LEFT_STEPS = 3
 PLAIN_STEPS = 64  #: most steps of about the same rows with one decision for none
@@ -92,7 +93,7 @@ class _Decision:
         rows: number of rows.
         most: most decoding rows of any group.
         place: place of the size among the sizes.
-        last: number of steps for which it holds.
+        span: number of steps for which it holds.
         steps: steps so far.
         joined: sequences that have begun since.
     """
@@ -100,11 +101,11 @@ class _Decision:
     rows: int
     most: int
     place: int
-    last: int
+    span: int
     steps: int = 1
     joined: int = 0
 
-    def is_of(self, rows: int, most: int) -> bool:
+    def fits(self, rows: int, most: int) -> bool:
         """Return whether a further step has about the rows for which the choice was made."""
         few = JOINED_ROWS * self.rows
         if self.joined > few or most > self.most + few:
@@ -136,7 +137,7 @@ class AdaptivePolicy:
         self._foresees = False  # ``expect`` has been called
         self._chosen = 0
         self._decision: _Decision | None = None
-        self._last = CHANGED_STEPS  # of the last decision
+        self._span = CHANGED_STEPS  # steps of a decision; it doubles while none changes the size
         self._budget = 0.0  # seconds that explorations may still lose
         self._share = 0.0  # seconds that a committed step adds to it
         self._exploration: _Exploration | None = None
@@ -158,11 +159,11 @@ class AdaptivePolicy:
 
     def choose(self, rows: Ints, most: int) -> DraftShape:
         decision = self._decision
-        if decision is not None and decision.steps < decision.last:
-            if decision.is_of(len(rows), most):
+        if decision is not None and decision.steps < decision.span:
+            if decision.fits(len(rows), most):
                 decision.steps += 1
                 return self.shapes[decision.place]
-        else:  # results of few steps can wait if only the rows are others
+        else:  # if only the rows have changed, the results of the few steps so far can wait
             self._add_results()
             self._seconds.refresh()
         return self.shapes[self._decide(rows, most)]
@@ -179,15 +180,18 @@ class AdaptivePolicy:
         chosen = self._prefer(speeds)
         self._budget = min(self._budget, seconds[-1])
         self._share = EXPLORED * seconds[chosen]
-        self._decision = decision = _Decision(len(rows), most, chosen, self._last)
-        # the results of steps that have measured a size come after further steps
+        self._decision = decision = _Decision(len(rows), most, chosen, self._span)
+        # not twice in a row: the results of the measuring steps arrive some steps later
         measures = self.clocked and (before is None or before.place >= chosen)
         smaller = self._seconds.unmeasured(len(rows), chosen) if measures else None
         if smaller is not None:
-            self._last = CHANGED_STEPS
-            decision.place, decision.last = smaller, LEAST_KEPT
+            self._span = CHANGED_STEPS
+            decision.place = smaller
+            decision.span = LEAST_KEPT
             return smaller
-        return chosen + self._explores(decision, seconds, 1 / speeds[chosen])
+        if self._explores(decision, seconds, 1 / speeds[chosen]):
+            return chosen + 1
+        return chosen
 
     def _prefer(self, speeds: list[float]) -> int:
         """Choose the fastest size, and return its place. ``speeds``: expected tokens per second."""
@@ -195,15 +199,15 @@ class AdaptivePolicy:
         if best > before or speeds[best] > (1 + HYSTERESIS) * speeds[before]:
             self._chosen = best
         same = self._chosen == before
-        self._last = min(2 * self._last, DECIDED_STEPS) if same else CHANGED_STEPS
+        self._span = min(2 * self._span, DECIDED_STEPS) if same else CHANGED_STEPS
         return self._chosen
 
     def _explores(self, decision: _Decision, seconds: list[float], each: float) -> bool:
-        """Begin to explore the size after the chosen one, and return whether it is worth its time.
+        """Explore the size after the chosen one if its time may be spent; return whether it may.
 
         Args:
-            decision: the choice. If none is chosen it holds until the next exploration is worth its
-                time, as no results come before.
+            decision: the choice. A choice of no drafts is extended until the time of the next
+                exploration may be spent, since no results come before.
             seconds: seconds of a step of each size.
             each: seconds in which the chosen size gains a token.
         """
@@ -211,7 +215,7 @@ class AdaptivePolicy:
         wait = self._wait(rows, seconds, rows * each)
         if wait > 0:
             if not self._steps[decision.place]:
-                decision.last = max(decision.last, min(int(wait) + 1, PLAIN_STEPS))
+                decision.span = max(decision.span, min(int(wait) + 1, PLAIN_STEPS))
             return False
         self._exploration = _Exploration(decision.place + 1, each)
         if 2 * self._fresh >= rows and self._since_free >= FRESH_STEPS:
@@ -219,7 +223,7 @@ class AdaptivePolicy:
         return True
 
     def _wait(self, rows: int, seconds: list[float], usual: float) -> float:
-        """Return the steps to come before it is worth its time to explore the next larger size.
+        """Return the number of steps until the next larger size may be explored; 0 or less: now.
 
         Args:
             rows: number of rows.
@@ -295,7 +299,7 @@ class AdaptivePolicy:
         odds: Floats = rates / (1 - rates)
         return odds
 
-    def _change_others(self, kind: int, rows: Ints, steps: Ints | int, ratio: Floats) -> None:
+    def _change_others(self, kind: int, rows: Ints, steps: Ints, ratio: Floats) -> None:
         """Let the estimates of the other kinds follow new results of ``kind``.
 
         Args:

@@ -45,7 +45,8 @@ class StepResults:
 
         Args:
             rows: the rows, [n].
-            counts: tokens that each of them gained, [n]; 0: the row had no drafts.
+            counts: tokens that each of them gained, [n]; 0: the row had no drafts. It is kept, so
+                its memory must not be reused.
         """
         self._steps.append((rows, counts))
 
@@ -58,7 +59,7 @@ class StepResults:
         """Return what the steps gained, and forget them. ``depth``: depth of their drafts."""
         of_steps, of_counts = zip(*self._steps)
         sizes = [len(rows) for rows in of_steps]
-        width = depth + 2  # a step gains 0 to depth + 1 tokens, more of a tree's forced tokens
+        width = depth + 2  # 0 to depth + 1 tokens; forced tokens of a tree may be more
         rows = np.concatenate(of_steps)
         counts = np.minimum(np.concatenate(of_counts), width - 1)
         means = _from_last(_means(counts, sizes, width))

@@ -46,8 +46,7 @@ class _Size:
     Attributes:
         slower: seconds more than those of the start, at least 0.
         factors: seconds relative to those of the start, at most 1.
-        usual: medians of both, as of the measurements that have been counted together; None: they
-            are too few.
+        usual: medians of both when ``count`` was last called; None: the measurements are too few.
         last: number of the last measurement.
         tries: steps spent to measure the size.
     """
@@ -64,7 +63,7 @@ class _Size:
         self.factors.append(min(seconds / started, 1.0))
 
     def count(self) -> None:
-        """Set ``usual``.
+        """Set ``usual`` by the measurements so far.
 
         NOTE: for these few numbers ``numpy.median`` takes ten times as long.
         """
@@ -160,7 +159,10 @@ class StepSeconds:
         return wanted
 
     def _near(self, group: int) -> list[list[_Size]]:
-        """Return the sizes of the groups whose ratios are those of ``group``, the nearest first."""
+        """Return the sizes of the groups with up to about four times more or fewer rows.
+
+        The nearest groups come first.
+        """
         return [
             self._sizes[group + by] for by in (-1, 1, -2, 2) if 0 <= group + by < len(self._sizes)
         ]
