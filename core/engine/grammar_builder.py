@@ -49,7 +49,9 @@ class GrammarCache:
 
 
 class GrammarBuilder:
-    """Compiles the grammars of requests, one at a time, in any thread; others may call ``known``.
+    """Compiles the grammars of requests, one at a time, in any thread.
+
+    ``known`` may be called in another thread meanwhile.
 
     Args:
         backend: the library.

@@ -133,8 +133,8 @@ def unreadable() -> list[str]:
 def _fault(path: Path, changed: int) -> str:
     """Return why the file ``path`` is no table; "" if it is one.
 
-    ``changed``: its modification time in ns; a result is valid for one value of it. The result is
-    kept because reading all tables takes a fifth of the time of a plan.
+    ``changed``: its modification time in ns. Results are kept until it changes, because reading all
+    tables takes a fifth of the time of a plan.
     """
     try:
         contents(path)

@@ -25,9 +25,9 @@ def sources() -> tuple[Path, ...]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    """Parse a file, and exempt its nodes from garbage collections.
+    """Return the syntax tree of a file, exempt from garbage collections.
 
-    NOTE: the two million nodes of all files made collections take more time than the parser.
+    NOTE: collections over the two million nodes of all files take more time than the parser.
     """
     gc.disable()
     try:

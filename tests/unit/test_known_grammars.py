@@ -41,13 +41,18 @@ def backend() -> Backend:
 
 
 @pytest.fixture
-def grammars(backend: Backend) -> RankGrammars:
+def builder(backend: Backend) -> GrammarBuilder:
     pieces = [b"<think>", b"</think>", b"a", b""]
     tokenizer: Any = SimpleNamespace(
         eos_ids=[3], vocab_size=len(pieces), token_bytes=lambda token: pieces[token]
     )
     library: Any = backend
-    return RankGrammars(GrammarBuilder(library, lambda: tokenizer, len(pieces), 100))
+    return GrammarBuilder(library, lambda: tokenizer, len(pieces), 100)
+
+
+@pytest.fixture
+def grammars(builder: GrammarBuilder) -> RankGrammars:
+    return RankGrammars(builder)
 
 
 def sequence(id: int, spec: GrammarSpec) -> Any:
@@ -60,6 +65,8 @@ def done(grammars: RankGrammars, *ids: int) -> None:
         if [id for id, _ in grammars.ready()] == list(ids):
             break
         grammars.pause()
+    else:
+        raise AssertionError(f"the grammars of {ids} are not ready")
     for one, error in grammars.release([(id, "") for id in ids]):
         assert not error and one.grammar.spec == one.params.grammar
 
@@ -77,11 +84,12 @@ def test_a_cached_grammar_waits_for_no_other(grammars: RankGrammars, backend: Ba
     assert backend.compiled == ["a", "slow"] and not grammars.holds
 
 
-def test_the_tags_of_a_reasoning_are_made_in_the_thread(grammars: RankGrammars) -> None:
+def test_the_tags_of_a_reasoning_are_made_in_the_thread(
+    grammars: RankGrammars, builder: GrammarBuilder
+) -> None:
     grammars.hold(sequence(1, SPEC))
     done(grammars, 1)
-    builder = grammars._builder
-    assert builder is not None and builder.known(REASONED) is None
+    assert builder.known(SPEC) is not None and builder.known(REASONED) is None
     grammars.hold(sequence(2, REASONED))
     done(grammars, 2)
     grammars.hold(sequence(3, REASONED))
