@@ -226,16 +226,21 @@ def write(path: Path, values: Mapping[Any, Any]) -> None:
 def measured_for(
     name: str, rows: int, fits: Callable[[Config], bool] = lambda config: True
 ) -> Config | None:
-    """Return the configuration for ``rows`` in the table ``name``.
+    """Return the configuration for ``rows`` in the table ``name``, as :func:`near` does.
 
     Only configurations that ``fits`` accepts are considered.
+    """
+    return near({key: each for key, each in (table(name) or {}).items() if fits(each)}, rows)
+
+
+def near(measured: Mapping[int, Measured], rows: int) -> Measured | None:
+    """Return the value measured for the count nearest to ``rows``.
 
     Returns:
-        the nearest measured configuration; None if the largest measured number of rows is less than
-            half of ``rows``, since tiles for few rows are bad for many
+        None if the largest measured count is less than half of ``rows``: what is fastest with few
+            rows can be slow with many, and a tuner that ran out of time has measured few rows only.
     """
-    found = {measured: config for measured, config in (table(name) or {}).items() if fits(config)}
-    return nearest(found, rows) if found and rows <= 2 * max(found) else None
+    return nearest(measured, rows) if measured and rows <= 2 * max(measured) else None
 
 
 def nearest(table: Mapping[int, Measured], rows: int) -> Measured:

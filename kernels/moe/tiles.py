@@ -143,7 +143,7 @@ def pick(
     """Return the configurations {"up", "down"} measured for the nearest number of tokens.
 
     A configuration with a "dense" GEMM is skipped if a tile has fewer than ``tokens`` rows: dense
-    tiles were measured only where one held all tokens. If all are skipped, the rule's are returned.
+    tiles were measured only where one held all tokens. If none is near, the rule's are returned.
     """
     fitting = {
         number: config
@@ -152,7 +152,7 @@ def pick(
             product["way"] != "dense" or product["block_m"] >= tokens for product in config.values()
         )
     }
-    return tuned_tables.nearest(fitting, tokens) if fitting else dense_experts_rule(problem, tokens)
+    return tuned_tables.near(fitting, tokens) or dense_experts_rule(problem, tokens)
 
 
 def fused_shared_has_own_tiles(config: Config, tokens: int) -> bool:

@@ -86,6 +86,18 @@ def test_nearest_rows() -> None:
     ]
 
 
+def test_few_measured_rows_decide_for_twice_as_many_at_most() -> None:
+    table = {1: "few", 32: "more"}
+    assert [tuned.near(table, rows) for rows in (1, 16, 17, 64, 65)] == [
+        "few",
+        "few",
+        "more",
+        "more",
+        None,
+    ]
+    assert tuned.near({}, 1) is None
+
+
 def test_the_rule_covers_every_shape() -> None:
     for rows in (1, 7, 16, 33, 64, 65, 5000):
         for columns, depth in ((64, 128), (2112, 7168), (36864, 7168), (7168, 16384)):

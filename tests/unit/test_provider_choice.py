@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization.awq import cuda as awq_cuda
+from glowplug.plugins.quantization.block_fp8.gemm_providers import Providers
 from glowplug.plugins.quantization.int8 import cuda as int8_cuda
 from glowplug.plugins.quantization.shared import libraries, provider_choice
 from glowplug.plugins.quantization.shared.provider_choice import (
@@ -37,7 +38,7 @@ OURS_AND_OTHERS = {
 }
 TABLE = {
     "N=512,K=256": {"8": "triton", "32": "cutlass", "128": "triton"},
-    "N=4096,K=256": {"1": "cutlass"},
+    "N=4096,K=256": {"1": "cutlass", "4096": "cutlass"},
 }
 
 
@@ -131,6 +132,26 @@ def test_of_two_equally_near_row_counts_the_larger_decides() -> None:
         "triton",
         "triton",
     ]
+
+
+def test_a_shape_measured_with_few_rows_decides_for_twice_as_many_at_most() -> None:
+    """An interrupted tuner leaves such rows; with many rows the next shape decides."""
+    chosen = ByShape(INT8.kind, INT8_ROWS, {**TABLE, "N=1024,K=256": {"4": "awkward"}})
+    assert [chosen.pick(rows, 1024, 256) for rows in (1, 8, 9, 32)] == [
+        "awkward",
+        "awkward",
+        "triton",
+        "cutlass",
+    ]
+
+
+def test_block_fp8_with_few_measured_rows_leaves_many_to_the_rule() -> None:
+    chosen = Providers("auto", {"N=512,K=512": {"1": "triton"}})
+    for name in chosen._all:
+        chosen._all[name] = SimpleNamespace(name=name, missing=lambda: "", fits=lambda *shape: True)
+    many = provider_choice.UNMEASURED_MANY_ROWS[0]
+    assert many != "triton"
+    assert [chosen.pick(rows, 512, 512).name for rows in (1, 2, 4096)] == ["triton", "triton", many]
 
 
 @pytest.mark.parametrize(("kind", "rule"), [(INT8.kind, INT8_ROWS), (AWQ.kind, AWQ_ROWS)])

@@ -57,4 +57,4 @@ def measured_for(name: str, tokens: int) -> Mapping[str, Config] | None:
         for number, config in (tuned_tables.table(name) or {}).items()
         if not config["up"]["dense"] or config["up"]["block_m"] >= tokens
     }
-    return tuned_tables.nearest(fitting, tokens) if fitting and tokens <= 2 * max(fitting) else None
+    return tuned_tables.near(fitting, tokens)

@@ -281,9 +281,9 @@ class Providers:
         if self._wanted != "auto":
             yield from (self._wanted, TritonGemm.name)
             return
-        measured = self._measured.get((columns, depth))
-        if measured:
-            yield tuned_tables.nearest(measured, rows)
+        measured = tuned_tables.near(self._measured.get((columns, depth), {}), rows)
+        if measured is not None:
+            yield measured
         yield from (
             provider_choice.UNMEASURED_FEW_ROWS
             if rows <= provider_choice.FEW_ROWS_MAX

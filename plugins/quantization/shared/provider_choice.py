@@ -228,8 +228,9 @@ def measured_cards(kind: str) -> list[str]:
 class ByShape:
     """The fastest measured provider for a GEMM [rows, depth] x [columns, depth]^T.
 
-    The lookup takes the nearest measured shape, by the ratios of its sizes, and for that shape the
-    nearest measured row count (the larger of two equally near ones).
+    The lookup takes the nearest shape that is measured for half as many rows at least, by the
+    ratios of its sizes, and for that shape the nearest measured row count (the larger of two
+    equally near ones).
 
     Args:
         kind: prefix of the table's name.
@@ -252,10 +253,11 @@ class ByShape:
         return self._picked[shape]
 
     def _find(self, rows: int, columns: int, depth: int) -> str:
+        enough = [shape for shape, row in self._measured.items() if tuned_tables.near(row, rows)]
         if not self._measured:
             return self._rule.small if rows < self._rule.threshold else self._rule.large
         near = min(
-            self._measured,
+            enough or self._measured,
             key=lambda shape: (
                 abs(math.log(shape[0] / columns)) + abs(math.log(shape[1] / depth)),
                 shape,
