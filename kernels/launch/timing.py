@@ -12,6 +12,7 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> flo
 
     The graph runs all calls once. The time is that of the fastest of ``repeats`` replays.
     """
+    torch.cuda.synchronize()  # kernels may read an alignment before they wait for earlier kernels
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

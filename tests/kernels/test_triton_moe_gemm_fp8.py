@@ -271,6 +271,33 @@ def test_experts_elsewhere_count_for_nothing() -> None:
         assert not found[2].any()
 
 
+def poisoned(*sizes: Any, empty: Any = torch.empty, **options: Any) -> Tensor:
+    """Return new memory of numbers that no kernel may use: NaN, or an index far outside."""
+    made: Tensor = empty(*sizes, **options)
+    if made.dtype == torch.int32:
+        return made.fill_(2**30)
+    if made.dtype == torch.float8_e4m3fn:
+        made.view(torch.uint8).fill_(127)
+        return made
+    return made.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("config", list(CONFIGS))
+@pytest.mark.parametrize("order", ["tiles", "filled"])
+def test_undefined_memory_changes_no_bit(
+    config: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the pairs are on other ranks, so much of the alignment is unused."""
+    case = Case(4, 3, 3, 256, 128, seed=4)
+    case.ids[torch.tensor([[0, 1], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]]).T.unbind()] = -1
+    known = CONFIGS[config]
+    given = {**known, **{name: {**known[name], "ORDER": order} for name in ("first", "second")}}
+    wanted = case.found(given)
+    close(wanted, case.wanted())
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert torch.equal(case.found(given), wanted)
+
+
 def test_ragged_depth() -> None:
     case = Case(3, 2, 3, 200, 128, seed=3)
     close(case.found(FUSED), case.wanted())

@@ -283,6 +283,8 @@ def _launch(
     assert depth % DEPTH == 0 and columns % COLUMNS == 0 and x_scales.stride(0) == 1, (
         "these sizes do not fit the kernel's tiles"
     )
+    # the kernel reads the scales of all positions in use, without a bound
+    assert len(x) == len(order.sorted_pairs), "x has no row for each position of the alignment"
     n_blocks = columns // (COLUMNS // 2 if up else COLUMNS)
     programs = min(processors(x.device), len(order.expert_of_block) * n_blocks)
     _grouped_fp8_hopper[(programs,)](

@@ -55,9 +55,9 @@ ROUND_OPTIONS: Config = {"ORDER": "filled", "ROUND": 2}
 Best = dict[tuple[str, int, bool], tuple[float, Config]]
 
 
-def random_fp8(*shape: int) -> Tensor:
-    """Return a random tensor of finite non-negative E4M3 numbers on the device."""
-    return torch.randint(0, 127, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+def random_fp8(*shape: int, device: str = "cuda") -> Tensor:
+    """Return a random tensor of finite non-negative E4M3 numbers."""
+    return torch.randint(0, 127, shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
 
 
 class Fp8ExpertsProblem(NamedTuple):
@@ -91,7 +91,7 @@ class Fp8ExpertsProblem(NamedTuple):
 
 @dataclass
 class _Experts:
-    """Random weights of experts, and a method that runs one GEMM."""
+    """Random weights of experts, and methods that make the input of one GEMM and run it."""
 
     w13: Tensor
     scales13: Tensor
@@ -99,16 +99,30 @@ class _Experts:
     scales2: Tensor
 
     @staticmethod
-    def make(problem: Fp8ExpertsProblem, held: int) -> _Experts:
+    def make(problem: Fp8ExpertsProblem, held: int, device: str = "cuda") -> _Experts:
         """Return random weights of ``held`` experts, the number that a rank holds."""
         hidden = problem.hidden
         inter = problem.inter
         return _Experts(
-            random_fp8(held, 2 * inter, hidden),
-            torch.rand(held, 2 * inter // FP8_BLOCK, hidden // FP8_BLOCK, device="cuda"),
-            random_fp8(held, hidden, inter),
-            torch.rand(held, hidden // FP8_BLOCK, inter // FP8_BLOCK, device="cuda"),
+            random_fp8(held, 2 * inter, hidden, device=device),
+            torch.rand(held, 2 * inter // FP8_BLOCK, hidden // FP8_BLOCK, device=device),
+            random_fp8(held, hidden, inter, device=device),
+            torch.rand(held, hidden // FP8_BLOCK, inter // FP8_BLOCK, device=device),
         )
+
+    def input(self, kind: str, config: Config, ids: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+        """Return random quantised input of one GEMM, and its scales. Kinds as in :meth:`call`.
+
+        The first GEMM has a row per token. The second has a row per pair, or for the Hopper kernel
+        a row per position of the alignment, which may be more.
+        """
+        rows = len(ids)
+        depth = self.w13.shape[2]
+        if kind == "second":
+            rows = tiles.pairs.numel() if "GROUP" in config else ids.numel()
+            depth = self.w2.shape[2]
+        x = torch.randn(rows, depth, device=self.w2.device, dtype=torch.bfloat16)
+        return fp8_triton.quantize(x)
 
     def call(
         self,
@@ -119,20 +133,16 @@ class _Experts:
         weights: Tensor,
         tiles: Tiles,
     ) -> object:
-        """Run one GEMM: ``kind`` "gated" (first, activated), "plain" (first) or "second"."""
+        """Run one GEMM: ``kind`` "gated" (first, activated), "plain" (first) or "second".
+
+        ``x`` is the result of :meth:`input`, ``config`` one of :func:`variants`.
+        """
         tile = config["BLOCK_M"]
         pairs = ids.numel()
         per_token = ids.shape[1]
-        own = without(config, "BLOCK_M")
+        own = without(without(config, "BLOCK_M"), "PAIRED")
         if "GROUP" in config:
-            order = Alignment(*tiles[:3], ends=tiles.filled)  # the kernel does not read ends
-            if kind == "gated":
-                return hopper_gated_product(
-                    *x, self.w13, self.scales13, ids, order, torch.bfloat16, own
-                )
-            return gemm_hopper.product(
-                *x, self.w2, self.scales2, order, weights, torch.bfloat16, own
-            )
+            return self._on_hopper(kind, own, x, ids, weights, tiles)
         if kind == "gated":
             return gemm.gated_product(
                 *x, self.w13, self.scales13, tiles, tile, pairs, per_token, own
@@ -156,6 +166,22 @@ class _Experts:
             weights,
             gemm.fetch_of(tile),
         )
+
+    def _on_hopper(
+        self,
+        kind: str,
+        config: Config,
+        x: tuple[Tensor, Tensor],
+        ids: Tensor,
+        weights: Tensor,
+        tiles: Tiles,
+    ) -> object:
+        """Run one GEMM, as :meth:`call`, by the Hopper kernel."""
+        order = Alignment(*tiles[:3], ends=tiles.filled)  # the kernel does not read ends
+        dtype = torch.bfloat16
+        if kind == "gated":
+            return hopper_gated_product(*x, self.w13, self.scales13, ids, order, dtype, config)
+        return gemm_hopper.product(*x, self.w2, self.scales2, order, weights, dtype, config)
 
 
 def routing(
@@ -218,6 +244,17 @@ def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple
                 yield "plain", {"BLOCK_M": block, **tile}
 
 
+def variants(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple[str, Config]]:
+    """Yield the pairs of :func:`expert_candidates`, each with the key ``PAIRED``.
+
+    For few tokens all candidates are repeated with tiles of one pair. Depth splits need such tiles.
+    """
+    paired = (False, True) if tokens <= PAIRED_TOKENS_MAX else (False,)
+    for each, (kind, config) in product(paired, expert_candidates(tokens, problem)):
+        if each or "SPLITS" not in config:
+            yield kind, {**config, "PAIRED": each}
+
+
 def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Fp8ExpertsProblem) -> list[str]:
     """Run each candidate once, so that its kernel is cached on disk.
 
@@ -226,31 +263,22 @@ def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Fp8ExpertsPr
     """
     held = problem.fused_shared + 4
     bench = _Experts.make(problem, held)
+    # NOTE: kernels are compiled for the number of ids of a token, so here it is that of a run
+    others = problem._replace(others=problem.topk)
+    ids, weights = routing(others, held, SPLIT_TOKENS_MAX, 0)
     failed = []
     for kind, config in wanted:
-        ids, weights = routing(problem._replace(topk=problem.fused_shared + 4), held, 8, 0)
         try:
-            bench.call(
-                kind,
-                config,
-                _input(kind, 8, ids, problem),
-                ids,
-                weights,
-                tiles_of(ids, held, {**config, "PAIRED": "SPLITS" in config}),
-            )
+            tiles = tiles_of(ids, held, config)
+            x = bench.input(kind, config, ids, tiles)
+            torch.cuda.synchronize()  # the second GEMM may read the alignment before it waits
+            bench.call(kind, config, x, ids, weights, tiles)
             torch.cuda.synchronize()
         except Exception as error:
+            error.add_note(f"candidate: {kind} {config}")
             check_refusal(error)
             failed.append(key((kind, config)))
     return failed
-
-
-def _input(
-    kind: str, tokens: int, ids: Tensor, problem: Fp8ExpertsProblem
-) -> tuple[Tensor, Tensor]:
-    """Return random quantised input of one GEMM, and its scales. Kinds as in ``_Experts.call``."""
-    rows, depth = (ids.numel(), problem.inter) if kind == "second" else (tokens, problem.hidden)
-    return fp8_triton.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
 
 
 def tune_experts(
@@ -277,19 +305,17 @@ def tune_experts(
     """
     run = TuningRun(path, seconds, workers, log)
     bench: _Experts | None = None
-    for number in run.compiled(
-        tokens, lambda n: expert_candidates(n, problem), _compile_experts, problem
-    ):
+    for number in run.compiled(tokens, lambda n: variants(n, problem), _compile_experts, problem):
         bench = bench or _Experts.make(problem, problem.experts)
         spent, chosen = _cheapest(_measure(bench, problem, number, run.failed))
         run.keep(number, chosen, f"{number} tokens: {spent:.1f} us {chosen}")
     return run.table
 
 
-def _routings(problem: Fp8ExpertsProblem, tokens: int) -> list[tuple[Tensor, Tensor]]:
+def _routings(problem: Fp8ExpertsProblem, tokens: int, device: str) -> list[tuple[Tensor, Tensor]]:
     """Return the routings over which a GEMM is timed, with even and uneven loads in turn."""
     return [
-        routing(problem, problem.experts, tokens, seed, skew=SKEWS[seed % len(SKEWS)])
+        routing(problem, problem.experts, tokens, seed, device, SKEWS[seed % len(SKEWS)])
         for seed in range(8 if tokens <= 64 else 4)
     ]
 
@@ -297,26 +323,38 @@ def _routings(problem: Fp8ExpertsProblem, tokens: int) -> list[tuple[Tensor, Ten
 def _measure(bench: _Experts, problem: Fp8ExpertsProblem, number: int, failed: set[str]) -> Best:
     """Return the fastest configuration of each kind of GEMM and tile size for ``number`` tokens.
 
-    For few tokens, tiles of one pair are measured as well.
+    An error, which may leave the device unusable, is raised with a note that names the candidate.
     """
-    routes = _routings(problem, number)
+    routes = _routings(problem, number, str(bench.w2.device))
     best: Best = {}
-    for paired, (kind, config) in product(
-        (False, True)[: 1 + (number <= PAIRED_TOKENS_MAX)], expert_candidates(number, problem)
-    ):
-        if key((kind, config)) in failed or ("SPLITS" in config and not paired):
+    for kind, config in variants(number, problem):
+        if key((kind, config)) in failed:
             continue
-        x = _input(kind, number, routes[0][0], problem)
-        lists = [tiles_of(ids, problem.experts, {**config, "PAIRED": paired}) for ids, _ in routes]
-        calls = [
-            partial(bench.call, kind, config, x, ids, weights, tiles)
-            for (ids, weights), tiles in zip(routes, lists)
-        ]
-        spent = microseconds(calls, 2)
-        variant = (kind, config["BLOCK_M"], paired)
+        try:
+            spent = _spent(bench, kind, config, routes)
+        except Exception as error:
+            error.add_note(f"candidate for {number} tokens: {kind} {config}")
+            raise
+        variant = (kind, config["BLOCK_M"], config["PAIRED"])
         if variant not in best or spent < best[variant][0]:
-            best[variant] = spent, config
+            best[variant] = spent, without(config, "PAIRED")
     return best
+
+
+def _spent(
+    bench: _Experts, kind: str, config: Config, routes: Sequence[tuple[Tensor, Tensor]]
+) -> float:
+    """Return the mean microseconds of one GEMM over the routings ``routes``, pairs (ids, weights).
+
+    All routings have the same input, whose size depends on the shape of the ids alone.
+    """
+    lists = [tiles_of(ids, len(bench.w2), config) for ids, _ in routes]
+    x = bench.input(kind, config, routes[0][0], lists[0])
+    calls = [
+        partial(bench.call, kind, config, x, ids, weights, tiles)
+        for (ids, weights), tiles in zip(routes, lists)
+    ]
+    return microseconds(calls, 2)
 
 
 def _cheapest(best: Best) -> tuple[float, Config]:
