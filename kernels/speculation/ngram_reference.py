@@ -92,7 +92,10 @@ def _fill_branches(text: Ints, lookup: Lookup, branches: NDArray[np.int64]) -> i
     ends = _best_matches(text, lookup)
     begins: list[int] = []
     for branch, end in zip(branches, ends):
-        branch[:] = np.resize(text[end + 1 :], lookup.steps)
+        following = text[end + 1 : end + 1 + lookup.steps]
+        branch[:] = (
+            following if len(following) == len(branch) else np.resize(following, len(branch))
+        )
         begins.append(int(branch[0]))
     for branch in branches[len(begins) :]:
         free = next(id for id in range(len(begins) + 1) if id not in begins)
@@ -103,9 +106,12 @@ def _fill_branches(text: Ints, lookup: Lookup, branches: NDArray[np.int64]) -> i
 
 def _best_matches(text: Ints, lookup: Lookup) -> list[int]:
     """Return the positions of the best matches of a row, at most ``topk``, in order."""
+    by_length = _matches_by_length(text, lookup.longest)[lookup.shortest - 1 :]
+    if lookup.topk == 1:  # a fifth of the time of the loop below
+        return [int(ends[-1]) for ends in by_length[-1:]]
     best: list[int] = []
     begins: set[int] = set()
-    for ends in reversed(_matches_by_length(text, lookup.longest)[lookup.shortest - 1 :]):
+    for ends in reversed(by_length):
         following = text[ends[::-1] + 1]
         for place in np.sort(np.unique(following, return_index=True)[1]).tolist():
             token = int(following[place])
