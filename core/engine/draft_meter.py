@@ -27,6 +27,9 @@ LEAST_FALL = 0.3
 #: share of the accepted drafts per step at the start from which on the next fall is reported: above
 #: FALLEN_SHARE, so that an acceptance near it is reported once
 RECOVERED_SHARE = 0.75
+COUNTED_STEPS = 16  #: steps of one shape whose results are counted together
+
+Counts = NDArray[np.int32]
 
 
 class FallWatch:
@@ -74,6 +77,57 @@ class FallWatch:
         return self.fallen
 
 
+class _ShapeMeter:
+    """Counters of the steps whose drafts have one shape.
+
+    Results are kept for some steps and counted together, in a third of the time.
+
+    Attributes:
+        shape: the shape.
+        engine_steps: steps with decoding rows.
+        accepted: verify steps of rows by number of accepted drafts, [steps + 1].
+        absent: as ``DraftCounts.absent``; None if all rows had as many drafts as the shape.
+        watch: watch over the acceptance.
+        pending: for each step not counted yet, the tokens that rows gained, and their drafts or
+            None if all had as many as the shape.
+    """
+
+    def __init__(self, shape: DraftShape) -> None:
+        self.shape = shape
+        self.engine_steps = 0
+        self.accepted = np.zeros(shape.steps + 1, np.int64)
+        self.absent: NDArray[np.int64] | None = None
+        self.watch = FallWatch()
+        self.pending: list[tuple[Counts, Counts | None]] = []
+
+    def count(self) -> bool:
+        """Count the pending results; return whether the acceptance has fallen with them."""
+        if not self.pending:
+            return False
+        gained = np.concatenate([found for found, _ in self.pending])
+        fewer = [given for _, given in self.pending if given is not None]
+        self.pending.clear()
+        if fewer:
+            absent = (np.concatenate(fewer)[:, None] <= np.arange(self.shape.tokens - 1)).sum(0)
+            self.absent = absent if self.absent is None else self.absent + absent
+        counts = np.bincount(gained, minlength=self.shape.steps + 2)[1:]
+        self.accepted = self.accepted + counts
+        steps = len(gained)
+        return steps > 0 and self.watch.add(steps, int(counts @ np.arange(len(counts))))
+
+    def counts(self) -> DraftCounts:
+        """Return the counters, without pending results."""
+        shape = self.shape
+        return DraftCounts(
+            shape.steps,
+            shape.topk,
+            shape.tokens,
+            self.engine_steps,
+            self.accepted.tolist() if self.accepted.any() else [],
+            [] if self.absent is None else self.absent.tolist(),
+        )
+
+
 class DraftMeter:
     """Counters of the verified drafts of one group's steps, for each shape of drafts.
 
@@ -87,10 +141,7 @@ class DraftMeter:
     def __init__(self, shape: DraftShape, table: SequenceTable) -> None:
         self._shape = shape
         self._table = table
-        self._engine_steps: dict[DraftShape, int] = {}
-        self._accepted: dict[DraftShape, NDArray[np.int64]] = {}
-        self._absent: dict[DraftShape, NDArray[np.int64]] = {}
-        self._watches: dict[DraftShape, FallWatch] = {}
+        self._meters: dict[DraftShape, _ShapeMeter] = {}
         self._falls = 0
 
     def done(self, batch: Batch, result: StepResult) -> tuple[int, list[int], dict[int, int]]:
@@ -103,80 +154,63 @@ class DraftMeter:
         if not decodes or self._shape.tokens == 1:
             return 0, [], {}
         shape = batch.draft_shape or self._shape
-        self._engine_steps[shape] = self._engine_steps.get(shape, 0) + 1
+        meter = self._meters.get(shape)
+        if meter is None:
+            meter = self._meters[shape] = _ShapeMeter(shape)
+        meter.engine_steps += 1
         most = shape.tokens - 1
         if not most:
             return 0, [], {}
-        live = (self._table.epoch[batch.rows] == batch.epochs) & batch.samples
-        self._count_live(shape, result, live[:decodes])
-        prompted = self._ids(batch.rows[decodes:][live[decodes:]])
+        rows = batch.rows
+        current = self._table.epoch[rows] == batch.epochs
+        live = current & batch.samples
+        self._keep(meter, result, live[:decodes])
+        prompted = self._ids(rows[decodes:][live[decodes:]]) if decodes < len(rows) else []
         given = result.drafts
-        return most, prompted, {} if given is None else self._fewer(batch, given, most)
+        if given is None:
+            return most, prompted, {}
+        less = (given < most) & current[:decodes]
+        fewer = zip(self._ids(rows[:decodes][less]), given[less].tolist(), strict=True)
+        return most, prompted, dict(fewer)
 
-    def _count_live(self, shape: DraftShape, result: StepResult, live: NDArray[np.bool_]) -> None:
-        """Count the drafts of the decoding rows for which ``live`` [D] is True."""
+    def _keep(self, meter: _ShapeMeter, result: StepResult, live: NDArray[np.bool_]) -> None:
+        """Keep the results of the decoding rows for which ``live`` [D] is True."""
         gained = result.counts[: len(live)]
         counted = live & ~result.bad[: len(live)] & (gained > 0)
         given = result.drafts
         if given is not None:
             counted &= given > 0
-            self._count_absent(shape, given[counted])
-        self._count(shape, gained[counted])
-
-    def _fewer(self, batch: Batch, given: NDArray[np.int32], most: int) -> dict[int, int]:
-        """Return the number of drafts of each sequence that has fewer than ``most``."""
-        rows = batch.rows[: batch.num_decodes]
-        less = (given < most) & (self._table.epoch[rows] == batch.epochs[: len(rows)])
-        return dict(zip(self._ids(rows[less]), given[less].tolist(), strict=True))
-
-    def _count_absent(self, shape: DraftShape, given: NDArray[np.int32]) -> None:
-        """Count the drafts that rows with ``given`` drafts lack, by their place in the row."""
-        absent = (given[:, None] <= np.arange(shape.tokens - 1)).sum(0)
-        held = self._absent.get(shape)
-        self._absent[shape] = absent if held is None else held + absent
+        # copies, as results may be views of memory that later steps reuse
+        meter.pending.append((gained[counted], None if given is None else given[counted]))
+        if len(meter.pending) == COUNTED_STEPS:
+            self._count(meter)
 
     def _ids(self, rows: NDArray[np.int32]) -> list[int]:
         """Return the ids of the sequences in ``rows``."""
         found = [self._table.sequences[row] for row in rows.tolist()]
         return [sequence.id for sequence in found if sequence is not None]
 
-    def _count(self, shape: DraftShape, gained: NDArray[np.int32]) -> None:
-        """Count one verify step for each of ``gained``, the tokens of its row."""
-        counts = np.bincount(gained, minlength=shape.steps + 2)[1:]
-        held = self._accepted.get(shape)
-        self._accepted[shape] = counts if held is None else held + counts
-        self._watch(shape, counts)
-
-    def _watch(self, shape: DraftShape, counts: NDArray[np.int64]) -> None:
-        """Count and log a fall of the acceptance; ``counts``: verify steps by accepted drafts."""
-        watch = self._watches.setdefault(shape, FallWatch())
-        steps = int(counts.sum())
-        if not steps or not watch.add(steps, int(counts @ np.arange(len(counts)))):
+    def _count(self, meter: _ShapeMeter) -> None:
+        """Count the pending results, and log and count a fall of the acceptance."""
+        if not meter.count():
             return
         self._falls += 1
+        watch = meter.watch
         assert watch.start is not None, "a fall is one from the start"
         logger.warning(
             "the acceptance of drafts has fallen: %.2f tokens per step in the last %d verify steps "
             "(drafts %s), %.2f in the first; the prompts may differ, or drafts lack cache entries",
             1 + watch.running,
             WATCHED_STEPS,
-            shape,
+            meter.shape,
             1 + watch.start,
         )
 
     def fill(self, stats: Stats) -> None:
         """Set the counters of drafts in ``stats``."""
-        stats.drafts = [
-            DraftCounts(
-                shape.steps,
-                shape.topk,
-                shape.tokens,
-                steps,
-                self._accepted[shape].tolist() if shape in self._accepted else [],
-                self._absent[shape].tolist() if shape in self._absent else [],
-            )
-            for shape, steps in self._engine_steps.items()
-        ]
+        for meter in self._meters.values():
+            self._count(meter)
+        stats.drafts = [meter.counts() for meter in self._meters.values()]
         found = Acceptance(stats.drafts)
         stats.drafted_tokens = found.drafted
         stats.accepted_tokens = found.accepted
