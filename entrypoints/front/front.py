@@ -304,7 +304,8 @@ class Front:
             at += count
             stream = self.streams.get(id)
             if stream is not None:
-                stream.verify(output.drafts_of(id), count - 1)
+                if output.drafts:
+                    stream.verify(output.drafts_of(id), count - 1)
                 delta = self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None))
                 received.deltas.append((stream, delta))
         for finished in ends.values():
