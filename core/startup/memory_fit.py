@@ -31,7 +31,13 @@ from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.startup.first_use.steps_between import steps_between
 from glowplug.core.startup.kv_cache_error import check_cache
 from glowplug.core.startup.memory_gauge import Gauge, MemoryMeter, gauge_of
-from glowplug.core.startup.page_fit import MeasuredMemory, compared, differences, pages_that_fit
+from glowplug.core.startup.page_fit import (
+    MeasuredMemory,
+    compared,
+    differences,
+    pages_that_fit,
+    planned_as_measured,
+)
 from glowplug.core.startup.warmup import (
     FEW_PAGES,
     most_captured,
@@ -296,11 +302,12 @@ class RankMemory:
         """Return the bytes of each budget line and, on a device, those of a step.
 
         Returns:
-            For each line ``planned`` (the plan's number) and ``measured`` (before the KV pool was
-            made); some lines also have ``served`` (measured with the whole pool allocated). On a
-            device the key ``step`` is added, whose ``served`` is the peak since the rank was ready.
+            For each line ``planned`` (see ``planned_as_measured``) and ``measured`` (before the KV
+            pool was made); some lines also have ``served`` (measured with the whole pool
+            allocated). On a device the key ``step`` is added, whose ``served`` is the peak since
+            the rank was ready.
         """
-        planned = {line.name: line.bytes for line in self.plan.budget}
+        planned = planned_as_measured(self.plan)
         lines: dict[str, dict[str, int | None]] = {}
         for name in dict.fromkeys([*planned, *self.meter.lines]):
             lines[name] = {"planned": planned.get(name), "measured": self.meter.lines.get(name)}

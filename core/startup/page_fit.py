@@ -78,7 +78,7 @@ def pages_that_fit(
 
 def compared(plan: EnginePlan, lines: Mapping[str, int]) -> str:
     """Return "weights 29.3 GiB (29.2 GiB planned), ..." for every measured line."""
-    planned = _planned(plan)
+    planned = planned_as_measured(plan)
     return ", ".join(
         f"{name} {human(size)} ({human(planned[name])} planned)"
         if name in planned
@@ -89,7 +89,7 @@ def compared(plan: EnginePlan, lines: Mapping[str, int]) -> str:
 
 def differences(plan: EnginePlan, lines: Mapping[str, int]) -> str:
     """Return "weights 29.3 GiB (+0%), ..." for every measured line with bytes."""
-    planned = _planned(plan)
+    planned = planned_as_measured(plan)
     return ", ".join(
         f"{name} {human(size)}"
         + (f" ({size / planned[name] - 1:+.0%})" if planned.get(name) else "")
@@ -98,8 +98,11 @@ def differences(plan: EnginePlan, lines: Mapping[str, int]) -> str:
     )
 
 
-def _planned(plan: EnginePlan) -> dict[str, int]:
-    """Return the planned bytes by line, as they are measured: exchanges with the runtime."""
+def planned_as_measured(plan: EnginePlan) -> dict[str, int]:
+    """Return the planned bytes by line, those of exchanges added to the runtime's.
+
+    Both are outside torch's allocator, so they can only be measured together.
+    """
     found = {line.name: line.bytes for line in plan.budget}
     for name in (EXCHANGE_BUFFERS, EXCHANGE_LIBRARY):
         if name in found and RUNTIME_LINE in found:

@@ -269,8 +269,6 @@ def test_lines_of_two_ranks_with_a_full_cache(
         off: dict[str, Lines] = {}
         for rank, info in enumerate(llm.control("info")["ranks"]):
             memory, title = info["memory"], f"{name} {groups or 1} groups, rank {rank}"
-            # measured as part of the runtime: peers' buffers are outside of torch's allocator
-            memory["cuda runtime"]["planned"] += memory.pop("exchange buffers")["planned"]
             show(title, memory)
             print(title, info["max_total_num_tokens"], "tokens", "alone" if alone else "not alone")
             if found := lines_off(memory, info["kv_bytes"], alone, True):

@@ -15,6 +15,7 @@ from glowplug.core.engine.engine import Engine
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.core.protocols import Worker
 from glowplug.core.startup import memory_fit
 from glowplug.core.startup.build_rank import build_rank
 from glowplug.core.startup.memory_gauge import HostGauge, MemoryMeter
@@ -280,3 +281,8 @@ def test_exchange_buffers_are_measured_with_the_runtime() -> None:
     assert differences(plan, lines) == "weights 110.0 MiB (+10%), cuda runtime 840.0 MiB (+5%)"
     found = compared(plan, lines)
     assert "cuda runtime 840.0 MiB (800.0 MiB planned)" in found and found.endswith("graphs 0 B")
+    reported = memory_fit.RankMemory(plan, Worker()).report()
+    assert {name: line["planned"] for name, line in reported.items()} == {
+        "weights": 100 << 20,
+        "cuda runtime": 800 << 20,
+    }
