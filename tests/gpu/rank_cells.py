@@ -133,7 +133,8 @@ def layouts(plugins: PluginSet) -> list[RankCell]:
                 found.append(replace(plain, layout=name, exchange=exchange))
     return found + [
         replace(plain, layout=name, copies=4, exchange=exchange)
-        for name, exchange in (("ep", "auto"), ("ep+dp", "auto"), ("ep+dp", "all_to_all_static"))
+        for name in ("ep", "ep+dp")
+        for exchange in ("auto", "all_to_all_static")
     ]
 
 
