@@ -154,9 +154,7 @@ class DraftMeter:
         if not decodes or self._shape.tokens == 1:
             return 0, [], {}
         shape = batch.draft_shape or self._shape
-        meter = self._meters.get(shape)
-        if meter is None:
-            meter = self._meters[shape] = _ShapeMeter(shape)
+        meter = self._meter_of(shape)
         meter.engine_steps += 1
         most = shape.tokens - 1
         if not most:
@@ -166,12 +164,34 @@ class DraftMeter:
         live = current & batch.samples
         self._keep(meter, result, live[:decodes])
         prompted = self._ids(rows[decodes:][live[decodes:]]) if decodes < len(rows) else []
-        given = result.drafts
+        fewer = self._fewer(rows[:decodes], current[:decodes], result.drafts, most)
+        return most, prompted, fewer
+
+    def _meter_of(self, shape: DraftShape) -> _ShapeMeter:
+        """Return the counters of the steps with drafts of ``shape``."""
+        found = self._meters.get(shape)
+        if found is None:
+            found = self._meters[shape] = _ShapeMeter(shape)
+        return found
+
+    def _fewer(
+        self,
+        rows: NDArray[np.int32],
+        current: NDArray[np.bool_],
+        given: NDArray[np.int32] | None,
+        most: int,
+    ) -> dict[int, int]:
+        """Return the number of drafts of each sequence that had fewer than ``most``.
+
+        Args:
+            rows: decoding rows, [D].
+            current: rows whose sequence has not changed since the launch, [D].
+            given: drafts of the rows, [D]; None: all had ``most``.
+        """
         if given is None:
-            return most, prompted, {}
-        less = (given < most) & current[:decodes]
-        fewer = zip(self._ids(rows[:decodes][less]), given[less].tolist(), strict=True)
-        return most, prompted, dict(fewer)
+            return {}
+        less = (given < most) & current
+        return dict(zip(self._ids(rows[less]), given[less].tolist(), strict=True))
 
     def _keep(self, meter: _ShapeMeter, result: StepResult, live: NDArray[np.bool_]) -> None:
         """Keep the results of the decoding rows for which ``live`` [D] is True."""
