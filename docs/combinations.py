@@ -33,9 +33,10 @@ SPLIT_SIZES = {
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2")
 #: slots whose components are all combined with one another, "auto" included
-CROSSED = ("attention", "quantization", "cache")
+CROSSED = ("attention", "quantization")
 #: slots whose components are varied one slot at a time
 ONE_BY_ONE = (
+    "cache",
     "weights",
     "collectives",
     "speculative",
@@ -183,8 +184,8 @@ def page(plugins: PluginSet, configs: dict[str, dict[str, Any]], table: Any) -> 
             "# Combinations\n",
             f"{total} combinations of the built-in plugins, planned for {len(RANKS)} machines and "
             f"{len(models)} small models of the supported kinds. They combine every attention "
-            "backend, quantization scheme and cache with every dtype and KV dtype; the components "
-            "of the other slots are then varied one at a time. On 8 GPUs every combination is "
+            "backend and quantization scheme with every dtype and KV dtype; the components of the "
+            "other slots are then varied one at a time. On 8 GPUs every combination is "
             "planned for 8 tensor-parallel ranks, and expert parallelism, data-parallel attention "
             "and both are added. Components that need a package of their own occur only where "
             "`auto` chooses them.\n",

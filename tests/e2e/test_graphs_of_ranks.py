@@ -94,7 +94,9 @@ Alone = Callable[[int, int], dict[int, list[int]]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("v3"), "v3", num_nextn_predict_layers=1)
+    return write_config(
+        tmp_path_factory.mktemp("v3"), "v3", num_hidden_layers=2, num_nextn_predict_layers=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +150,7 @@ def test_a_rank_that_loses_a_peer_in_its_capture_is_not_the_cause(
     breaks: str, tmp_path: Path, plugins: PluginSet
 ) -> None:
     """RankSet raises the error of the lowest rank that has not only lost another."""
-    config = config_of(write_config(tmp_path, "v3"), LAYOUTS["tp 2"], 0)
+    config = config_of(write_config(tmp_path, "v3", num_hidden_layers=2), LAYOUTS["tp 2"], 0)
     config["graphs"] |= {"prefill": None, "prefill_tokens": [4, 8], "breaks": breaks}
     config["graphs"]["breaks_rank"] = 1
     with pytest.raises(CaptureError, match="made to fail"):
@@ -172,7 +174,7 @@ def test_a_capture_that_fails_on_one_rank_ends_the_start_on_all(
 ) -> None:
     """The ranks are processes. Alone, one rank would run prefill steps of this size eagerly."""
     before = rank_processes()
-    config = config_of(write_config(tmp_path, "v3"), LAYOUTS["tp 2"], 0)
+    config = config_of(write_config(tmp_path, "v3", num_hidden_layers=2), LAYOUTS["tp 2"], 0)
     config["graphs"] |= {**graphs, "breaks": breaks, "breaks_rank": rank}
     plugins = ["tests.plugins.replaying"]
     with pytest.raises(EngineDead, match=rf"^rank {rank} failed in phase capture: .*{step}"):

@@ -144,7 +144,7 @@ def test_padding_costs_no_expert_work_and_changes_no_result(
 ) -> None:
     """Ranks compute the (token, expert) pairs of one rank that pads nothing, and no others."""
     pairs = Pairs(monkeypatch)
-    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
+    folder = write_config(tmp_path, "v3", num_hidden_layers=2, num_nextn_predict_layers=1)
     alone = run_alone(folder, nextn, plugins, pairs, PROMPTS)
     found = run(config_of(folder, LAYOUTS[layout], nextn, replays), plugins, pairs, PROMPTS)
     for same in ("tokens", "drafted", "accepted"):
@@ -167,7 +167,7 @@ def test_an_idle_group_computes_nothing_and_writes_to_the_scratch_page_only(
     replays: bool,
 ) -> None:
     pairs = Pairs(monkeypatch)
-    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
+    folder = write_config(tmp_path, "v3", num_hidden_layers=2, num_nextn_predict_layers=1)
     alone = run_alone(folder, nextn, plugins, pairs, ONE)
     found = run(config_of(folder, LAYOUTS[layout], nextn, replays), plugins, pairs, ONE)
     assert found["tokens"] == alone["tokens"] and found["steps"][1] == 0
@@ -184,7 +184,7 @@ def test_mixed_steps_have_no_more_tokens_than_the_engine_may_compute(
     """One group computes a long prompt while the other decodes: padded, their tokens stay within
     the engine's chunk and running sequences.
     """
-    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
+    folder = write_config(tmp_path, "v3", num_hidden_layers=2, num_nextn_predict_layers=1)
     config = config_of(folder, LAYOUTS["tp 2, dp 2"], nextn, False)
     config["scheduler"] = {"overlap": False, "max_running_requests": 6, "chunk_size": 16}
     sizes = rank_plan(config, plugins).sizes

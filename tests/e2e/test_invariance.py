@@ -74,7 +74,8 @@ MODELS = ("v3", "v2", "llama", "v3_fp8")
 
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp(request.param) / request.param, request.param)
+    folder = tmp_path_factory.mktemp(request.param) / request.param
+    return write_config(folder, request.param, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

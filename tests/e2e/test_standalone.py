@@ -40,12 +40,15 @@ from tests.support.tiny import write_config
 
 STEPS = 3
 SHAPES = {
-    "llama": ("LlamaForCausalLM", dict(COMMON, num_key_value_heads=2, head_dim=16)),
-    "deepseek": ("DeepseekV3ForCausalLM", dict(V3)),
+    "llama": (
+        "LlamaForCausalLM",
+        dict(COMMON, num_hidden_layers=2, num_key_value_heads=2, head_dim=16),
+    ),
+    "deepseek": ("DeepseekV3ForCausalLM", dict(V3, num_hidden_layers=2)),
 }
 #: name -> kinds of the target and of the draft, and sizes of the draft
 FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("llama", "llama", {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8}),
+    "llama": ("llama", "llama", {"num_hidden_layers": 1, "hidden_size": 32, "head_dim": 8}),
     "deepseek-llama": ("deepseek", "llama", {"num_attention_heads": 2, "head_dim": 32}),
     "llama-deepseek": ("llama", "deepseek", {"num_hidden_layers": 2}),
     "deepseek": ("deepseek", "deepseek", {}),

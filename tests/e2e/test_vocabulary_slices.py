@@ -74,7 +74,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def config_of(
     folder: Path, parallel: Layout, drafts: dict[str, Any], graphs: str
 ) -> dict[str, Any]:
-    write_config(folder, "v3", vocab_size=VOCAB, num_nextn_predict_layers=1)
+    write_config(folder, "v3", vocab_size=VOCAB, num_hidden_layers=2, num_nextn_predict_layers=1)
     config: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer": True,

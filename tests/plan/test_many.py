@@ -1,4 +1,4 @@
-"""Ten thousand combinations in under twenty seconds of CPU time, without torch; every refusal
+"""Four thousand combinations in under eight seconds of CPU time, without torch; every refusal
 complete.
 """
 
@@ -35,8 +35,8 @@ plugins, sheets = load_plugins(entry_points=False), {name: read_sheet(name) for 
 admitted = refused = several = 0
 incomplete = []
 paces, started = [], time.process_time()
-for number in range(10_000):
-    if number % 500 == 0:
+for number in range(4_000):
+    if number % 200 == 0:
         paces.append(yardstick())
     (model, attention, kv, quantization, dtype, policy, cache, overlap, page, tp, ep, dp, drafts,
      sheet) = map(rng.choice, axes)
@@ -68,12 +68,12 @@ print(json.dumps({"seconds": time.process_time() - started - sum(paces),
 """
 
 
-#: process time of all of them, refusals and their fixes included; measured were 15 to 16 s
-MOST_SECONDS = 20
+#: process time of all of them, refusals and their fixes included; measured were 6 to 7 s
+MOST_SECONDS = 8
 
 
 @pytest.mark.timing
-def test_ten_thousand_combinations(tmp_path: Path) -> None:
+def test_four_thousand_combinations(tmp_path: Path) -> None:
     quantized = {
         **TINY_V3,
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -113,7 +113,7 @@ def test_ten_thousand_combinations(tmp_path: Path) -> None:
         if found["seconds"] < MOST_SECONDS * found["slowness"]:
             break
     print(found)
-    assert found["admitted"] + found["refused"] == 10_000 <= found["of"]
-    assert found["admitted"] > 300 and found["refused"] > 500 and found["several ranks"] > 200
+    assert found["admitted"] + found["refused"] == 4_000 <= found["of"]
+    assert found["admitted"] > 120 and found["refused"] > 200 and found["several ranks"] > 60
     assert found["incomplete"] == [] and not found["torch"]
     assert found["seconds"] < MOST_SECONDS * found["slowness"], found

@@ -128,7 +128,10 @@ def write_random_head(target: Path, architecture: str = DEEPSEEK_3) -> Path:
     """
     folder = target.parent / f"{target.name}-head"
     folder.mkdir(exist_ok=True)
-    config = head_config(json.loads((target / "config.json").read_text()), architecture)
+    facts = json.loads((target / "config.json").read_text())
+    few = facts["num_hidden_layers"] < 3  # the head then reads the embeddings and every layer
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]} if few else {}
+    config = head_config(facts, architecture, **layers)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
