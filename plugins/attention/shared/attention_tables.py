@@ -106,10 +106,7 @@ def measured(
         The measurements; None if there is no table, or if its largest number of rows is less than
         half of ``rows``.
     """
-    table = _nearest_table(problem, longest, machine)
-    if not table or rows > 2 * max(table):
-        return None
-    return tuned_tables.nearest(table, rows)
+    return tuned_tables.near(_nearest_table(problem, longest, machine), rows)
 
 
 def _nearest_table(
