@@ -26,6 +26,7 @@ from glowplug.kernels.gemm.tuning_fp8_run import (
     check_refusal,
     fitting_tiles,
     key,
+    random_fp8,
     without,
 )
 from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
@@ -103,11 +104,6 @@ def _operands(
     x = fp8_triton.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
     weights = [random_fp8(columns, depth) for _ in range(copies)]
     return *x, weights, torch.rand(cdiv(columns, FP8_BLOCK), cdiv(depth, FP8_BLOCK), device="cuda")
-
-
-def random_fp8(*shape: int) -> Tensor:
-    """Return a random tensor of finite non-negative E4M3 numbers on the device."""
-    return torch.randint(0, 127, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
 
 
 def _compile_gemm(wanted: Sequence[Config]) -> list[str]:

@@ -1,4 +1,6 @@
-"""Helpers of the FP8 tuners: candidate tiles, and a time-limited run that fills a table."""
+"""Helpers of the FP8 tuners: candidate tiles, random numbers, and a time-limited run that fills a
+table.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,9 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.launch import tuned_tables
@@ -49,14 +54,19 @@ def fitting_tiles(
             }
 
 
+def random_fp8(*shape: int, device: str = "cuda") -> Tensor:
+    """Return a random tensor of finite non-negative E4M3 numbers."""
+    return torch.randint(0, 127, shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+
+
 def key(value: object) -> str:
     """Return the candidate ``value`` as a string that identifies it."""
     return json.dumps(value, sort_keys=True)
 
 
-def without(config: Config, name: str) -> dict[str, Any]:
-    """Return a copy of a configuration without the key ``name``."""
-    return {key: value for key, value in config.items() if key != name}
+def without(config: Config, *names: str) -> dict[str, Any]:
+    """Return a copy of a configuration without the keys ``names``."""
+    return {key: value for key, value in config.items() if key not in names}
 
 
 def check_refusal(error: Exception) -> None:

@@ -90,9 +90,9 @@ def test_candidates_are_compiled_for_the_ids_of_a_run(
     ran = []
 
     def call(
-        bench: object, kind: str, config: Config, x: object, ids: Tensor, *given: Tensor
+        bench: object, kind: str, config: Config, x: object, routing: moe_fp8_tuning._Routing
     ) -> None:
-        ran.append((kind, config, ids.shape[1]))
+        ran.append((kind, config, routing.ids.shape[1]))
 
     make = moe_fp8_tuning._Experts.make
     monkeypatch.setattr(moe_fp8_tuning._Experts, "call", call)

@@ -26,6 +26,7 @@ from glowplug.kernels.gemm.tuning_fp8_run import (
     check_refusal,
     fitting_tiles,
     key,
+    random_fp8,
     without,
 )
 from glowplug.kernels.launch import tuned_tables
@@ -53,11 +54,6 @@ SKEWS = (0.0, 0.7)  #: skews of :func:`routing` that alternate, as loads of expe
 ROUND_OPTIONS: Config = {"ORDER": "filled", "ROUND": 2}
 #: (kind of GEMM, rows per tile, one pair per tile) -> (microseconds, configuration)
 Best = dict[tuple[str, int, bool], tuple[float, Config]]
-
-
-def random_fp8(*shape: int, device: str = "cuda") -> Tensor:
-    """Return a random tensor of finite non-negative E4M3 numbers."""
-    return torch.randint(0, 127, shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
 
 
 class Fp8ExpertsProblem(NamedTuple):
@@ -89,6 +85,20 @@ class Fp8ExpertsProblem(NamedTuple):
         return tokens * self.topk / (self.experts + self.others)
 
 
+class _Routing(NamedTuple):
+    """The experts of the tokens, in the tiles of one configuration.
+
+    Attributes:
+        ids: Experts of each token, [T, K]; -1: an expert of another rank.
+        weights: Routing weights, [T, K].
+        tiles: Tiles of ``ids``.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    tiles: Tiles
+
+
 @dataclass
 class _Experts:
     """Random weights of experts, and methods that make the input of one GEMM and run it."""
@@ -110,39 +120,34 @@ class _Experts:
             torch.rand(held, hidden // FP8_BLOCK, inter // FP8_BLOCK, device=device),
         )
 
-    def input(self, kind: str, config: Config, ids: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    def input(self, kind: str, config: Config, routing: _Routing) -> tuple[Tensor, Tensor]:
         """Return random quantised input of one GEMM, and its scales. Kinds as in :meth:`call`.
 
         The first GEMM has a row per token. The second has a row per pair, or for the Hopper kernel
         a row per position of the alignment, which may be more.
         """
-        rows = len(ids)
+        rows = len(routing.ids)
         depth = self.w13.shape[2]
         if kind == "second":
-            rows = tiles.pairs.numel() if "GROUP" in config else ids.numel()
+            rows = (routing.tiles.pairs if "GROUP" in config else routing.ids).numel()
             depth = self.w2.shape[2]
         x = torch.randn(rows, depth, device=self.w2.device, dtype=torch.bfloat16)
         return fp8_triton.quantize(x)
 
     def call(
-        self,
-        kind: str,
-        config: Config,
-        x: tuple[Tensor, Tensor],
-        ids: Tensor,
-        weights: Tensor,
-        tiles: Tiles,
+        self, kind: str, config: Config, x: tuple[Tensor, Tensor], routing: _Routing
     ) -> object:
         """Run one GEMM: ``kind`` "gated" (first, activated), "plain" (first) or "second".
 
         ``x`` is the result of :meth:`input`, ``config`` one of :func:`variants`.
         """
+        own = without(config, "BLOCK_M", "PAIRED")
+        if "GROUP" in config:
+            return self._on_hopper(kind, own, x, routing)
+        ids, weights, tiles = routing
         tile = config["BLOCK_M"]
         pairs = ids.numel()
         per_token = ids.shape[1]
-        own = without(without(config, "BLOCK_M"), "PAIRED")
-        if "GROUP" in config:
-            return self._on_hopper(kind, own, x, ids, weights, tiles)
         if kind == "gated":
             return gemm.gated_product(
                 *x, self.w13, self.scales13, tiles, tile, pairs, per_token, own
@@ -168,15 +173,10 @@ class _Experts:
         )
 
     def _on_hopper(
-        self,
-        kind: str,
-        config: Config,
-        x: tuple[Tensor, Tensor],
-        ids: Tensor,
-        weights: Tensor,
-        tiles: Tiles,
+        self, kind: str, config: Config, x: tuple[Tensor, Tensor], routing: _Routing
     ) -> object:
         """Run one GEMM, as :meth:`call`, by the Hopper kernel."""
+        ids, weights, tiles = routing
         order = Alignment(*tiles[:3], ends=tiles.filled)  # the kernel does not read ends
         dtype = torch.bfloat16
         if kind == "gated":
@@ -249,10 +249,10 @@ def variants(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple[str, Con
 
     For few tokens all candidates are repeated with tiles of one pair. Depth splits need such tiles.
     """
-    paired = (False, True) if tokens <= PAIRED_TOKENS_MAX else (False,)
-    for each, (kind, config) in product(paired, expert_candidates(tokens, problem)):
-        if each or "SPLITS" not in config:
-            yield kind, {**config, "PAIRED": each}
+    choices = (False, True) if tokens <= PAIRED_TOKENS_MAX else (False,)
+    for paired, (kind, config) in product(choices, expert_candidates(tokens, problem)):
+        if paired or "SPLITS" not in config:
+            yield kind, {**config, "PAIRED": paired}
 
 
 def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Fp8ExpertsProblem) -> list[str]:
@@ -263,16 +263,17 @@ def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Fp8ExpertsPr
     """
     held = problem.fused_shared + 4
     bench = _Experts.make(problem, held)
-    # NOTE: kernels are compiled for the number of ids of a token, so here it is that of a run
-    others = problem._replace(others=problem.topk)
-    ids, weights = routing(others, held, SPLIT_TOKENS_MAX, 0)
+    # NOTE: kernels are compiled for the number of ids of a token, so tokens here have as many as in
+    # a run; most are of experts elsewhere
+    small = problem._replace(others=problem.topk)
+    ids, weights = routing(small, held, SPLIT_TOKENS_MAX, 0)
     failed = []
     for kind, config in wanted:
         try:
-            tiles = tiles_of(ids, held, config)
-            x = bench.input(kind, config, ids, tiles)
+            tiled = _Routing(ids, weights, tiles_of(ids, held, config))
+            x = bench.input(kind, config, tiled)
             torch.cuda.synchronize()  # the second GEMM may read the alignment before it waits
-            bench.call(kind, config, x, ids, weights, tiles)
+            bench.call(kind, config, x, tiled)
             torch.cuda.synchronize()
         except Exception as error:
             error.add_note(f"candidate: {kind} {config}")
@@ -348,13 +349,10 @@ def _spent(
 
     All routings have the same input, whose size depends on the shape of the ids alone.
     """
-    lists = [tiles_of(ids, len(bench.w2), config) for ids, _ in routes]
-    x = bench.input(kind, config, routes[0][0], lists[0])
-    calls = [
-        partial(bench.call, kind, config, x, ids, weights, tiles)
-        for (ids, weights), tiles in zip(routes, lists)
-    ]
-    return microseconds(calls, 2)
+    experts = len(bench.w2)
+    tiled = [_Routing(ids, weights, tiles_of(ids, experts, config)) for ids, weights in routes]
+    x = bench.input(kind, config, tiled[0])
+    return microseconds([partial(bench.call, kind, config, x, each) for each in tiled], 2)
 
 
 def _cheapest(best: Best) -> tuple[float, Config]:
