@@ -29,7 +29,7 @@ LEAST_FALL = 0.3
 RECOVERED_SHARE = 0.75
 COUNTED_STEPS = 16  #: steps of one shape whose results are counted together
 
-Counts = NDArray[np.int32]
+Ints = NDArray[np.int32]
 
 
 class FallWatch:
@@ -98,24 +98,24 @@ class _ShapeMeter:
         self.accepted = np.zeros(shape.steps + 1, np.int64)
         self.absent: NDArray[np.int64] | None = None
         self.watch = FallWatch()
-        self.pending: list[tuple[Counts, Counts | None]] = []
+        self.pending: list[tuple[Ints, Ints | None]] = []
 
-    def count(self) -> bool:
+    def count_pending(self) -> bool:
         """Count the pending results; return whether the acceptance has fallen with them."""
         if not self.pending:
             return False
-        gained = np.concatenate([found for found, _ in self.pending])
-        fewer = [given for _, given in self.pending if given is not None]
+        gained = np.concatenate([tokens for tokens, _ in self.pending])
+        given = [drafts for _, drafts in self.pending if drafts is not None]
         self.pending.clear()
-        if fewer:
-            absent = (np.concatenate(fewer)[:, None] <= np.arange(self.shape.tokens - 1)).sum(0)
+        if given:
+            absent = (np.concatenate(given)[:, None] <= np.arange(self.shape.tokens - 1)).sum(0)
             self.absent = absent if self.absent is None else self.absent + absent
-        counts = np.bincount(gained, minlength=self.shape.steps + 2)[1:]
-        self.accepted = self.accepted + counts
+        accepted = np.bincount(gained, minlength=self.shape.steps + 2)[1:]
+        self.accepted += accepted
         steps = len(gained)
-        return steps > 0 and self.watch.add(steps, int(counts @ np.arange(len(counts))))
+        return steps > 0 and self.watch.add(steps, int(accepted @ np.arange(len(accepted))))
 
-    def counts(self) -> DraftCounts:
+    def counters(self) -> DraftCounts:
         """Return the counters, without pending results."""
         shape = self.shape
         return DraftCounts(
@@ -176,9 +176,9 @@ class DraftMeter:
 
     def _fewer(
         self,
-        rows: NDArray[np.int32],
+        rows: Ints,
         current: NDArray[np.bool_],
-        given: NDArray[np.int32] | None,
+        given: Ints | None,
         most: int,
     ) -> dict[int, int]:
         """Return the number of drafts of each sequence that had fewer than ``most``.
@@ -205,14 +205,14 @@ class DraftMeter:
         if len(meter.pending) == COUNTED_STEPS:
             self._count(meter)
 
-    def _ids(self, rows: NDArray[np.int32]) -> list[int]:
+    def _ids(self, rows: Ints) -> list[int]:
         """Return the ids of the sequences in ``rows``."""
         found = [self._table.sequences[row] for row in rows.tolist()]
         return [sequence.id for sequence in found if sequence is not None]
 
     def _count(self, meter: _ShapeMeter) -> None:
         """Count the pending results, and log and count a fall of the acceptance."""
-        if not meter.count():
+        if not meter.count_pending():
             return
         self._falls += 1
         watch = meter.watch
@@ -230,7 +230,7 @@ class DraftMeter:
         """Set the counters of drafts in ``stats``."""
         for meter in self._meters.values():
             self._count(meter)
-        stats.drafts = [meter.counts() for meter in self._meters.values()]
+        stats.drafts = [meter.counters() for meter in self._meters.values()]
         found = Acceptance(stats.drafts)
         stats.drafted_tokens = found.drafted
         stats.accepted_tokens = found.accepted

@@ -105,6 +105,6 @@ def planned_as_measured(plan: EnginePlan) -> dict[str, int]:
     """
     found = {line.name: line.bytes for line in plan.budget}
     for name in (EXCHANGE_BUFFERS, EXCHANGE_LIBRARY):
-        if name in found and RUNTIME_LINE in found:
+        if name in found:  # a plan with such a line has one of the runtime
             found[RUNTIME_LINE] += found.pop(name)
     return found

@@ -93,9 +93,9 @@ def _fill_branches(text: Ints, lookup: Lookup, branches: NDArray[np.int64]) -> i
     begins: list[int] = []
     for branch, end in zip(branches, ends):
         following = text[end + 1 : end + 1 + lookup.steps]
-        branch[:] = (
-            following if len(following) == len(branch) else np.resize(following, len(branch))
-        )
+        if len(following) < len(branch):
+            following = np.resize(following, len(branch))
+        branch[:] = following
         begins.append(int(branch[0]))
     for branch in branches[len(begins) :]:
         free = next(id for id in range(len(begins) + 1) if id not in begins)

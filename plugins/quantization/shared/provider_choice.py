@@ -228,9 +228,9 @@ def measured_cards(kind: str) -> list[str]:
 class ByShape:
     """The fastest measured provider for a GEMM [rows, depth] x [columns, depth]^T.
 
-    The lookup takes the nearest shape that is measured for half as many rows at least, by the
-    ratios of its sizes, and for that shape the nearest measured row count (the larger of two
-    equally near ones).
+    The lookup takes the nearest shape, by the ratios of its sizes, and for that shape the nearest
+    measured row count (the larger of two equally near ones). Shapes that were measured for less
+    than half of the rows are passed over, unless all were.
 
     Args:
         kind: prefix of the table's name.
@@ -253,9 +253,9 @@ class ByShape:
         return self._picked[shape]
 
     def _find(self, rows: int, columns: int, depth: int) -> str:
-        enough = [shape for shape, row in self._measured.items() if tuned_tables.near(row, rows)]
         if not self._measured:
             return self._rule.small if rows < self._rule.threshold else self._rule.large
+        enough = [shape for shape, row in self._measured.items() if tuned_tables.near(row, rows)]
         near = min(
             enough or self._measured,
             key=lambda shape: (
