@@ -87,7 +87,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection() -> Generator[None, object, object]:
     """Switch the garbage collector off while tests are collected.
 
-    In a new checkout, whose modules are not compiled yet, it takes a quarter of that time.
+    In a new checkout, whose modules are not compiled yet, collections of garbage take a quarter of
+    that time.
     """
     gc.disable()
     try:
